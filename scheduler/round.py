@@ -1,0 +1,85 @@
+"""A round as values: the windows that are planned, and what came of them."""
+
+import msgspec
+
+from scheduler.request import FinishReason, Sampling
+
+
+class Window(msgspec.Struct, frozen=True):
+    """One lane's share of a round.
+
+    Feeds `tokens` (real ones) and then `draft` at positions from `start` on. A window that `samples` draws a token at
+    its last real token and at every draft position; one that does not is a prefill chunk.
+    """
+
+    slot: int
+    request_id: str
+    start: int
+    """How many of the lane's tokens its caches hold before the round."""
+    tokens: tuple[int, ...]
+    """Empty only if `carried`."""
+    samples: bool
+    sampling: Sampling
+    reach: int
+    """A length that the lane is sure to reach; caches are sized for it at once."""
+    budget: int = 0
+    """How many tokens may be drafted."""
+    draft: tuple[int, ...] = ()
+    source: str = ""
+    """Which draft source wrote `draft`."""
+    carried: bool = False
+    """The window's one real token is the draw of the round in flight, not yet read back (a pipelined round)."""
+
+    @property
+    def real(self) -> int:
+        """How many real tokens it feeds."""
+        return 1 if self.carried else len(self.tokens)
+
+    @property
+    def rows(self) -> int:
+        """How many rows it takes in the forward."""
+        return self.real + len(self.draft)
+
+    @property
+    def end(self) -> int:
+        """The position behind its last row."""
+        return self.start + self.rows
+
+
+class Round(msgspec.Struct, frozen=True):
+    """The windows of one forward, one per lane at most."""
+
+    windows: tuple[Window, ...]
+    ahead: bool = False
+    """Planned on the unread draws of the round before; all its windows are `carried`."""
+
+    @property
+    def kind(self) -> str:
+        """`prefill`, `decode` or `mixed`."""
+        sampling = sum(window.samples for window in self.windows)
+        if sampling == 0:
+            return "prefill"
+        return "decode" if sampling == len(self.windows) else "mixed"
+
+
+class Acceptance(msgspec.Struct, frozen=True):
+    """What the acceptance walk made of one window (contract rules 1 to 3)."""
+
+    emitted: tuple[int, ...]
+    """The tokens to deliver."""
+    accepted: int
+    """How many draft tokens the target agreed with."""
+    end: FinishReason | None = None
+    ended_by_token: bool = False
+    """A stop token was drawn: it is counted, not delivered."""
+
+
+class LaneResult(msgspec.Struct, frozen=True):
+    """What a round did for one lane."""
+
+    window: Window
+    """The planned window, its draft filled in."""
+    acceptance: Acceptance | None
+    """None for a prefill chunk."""
+    cached: int
+    """How many of the lane's tokens its caches hold now."""

@@ -1,0 +1,209 @@
+"""Decides: who is served, what each round feeds, what its draws mean, who leaves.
+
+Owns the queue and every `Lane`. Knows no tensors, threads, clocks (`now` comes in, in seconds) or I/O. The cycle is
+`plan -> accept (per window) -> commit`; `submit`, `cancel` and `finish` may come between any two of them.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from scheduler.accept import accept
+from scheduler.events import Event, Finished, Tokens
+from scheduler.lane import Lane
+from scheduler.request import FinishReason, Request, Timing, Usage
+from scheduler.round import Acceptance, LaneResult, Round, Window
+from scheduler.stats import LANE_BUCKETS, ROW_BUCKETS, DraftCounter, DraftStats, Histogram, Stats
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """How wide a round may be: lanes served at once, rows of one forward (more than lanes), drafted tokens a lane."""
+
+    max_lanes: int
+    round_rows: int
+    draft_tokens: int
+
+
+class Departure(msgspec.Struct, frozen=True):
+    """A lane that left: its slot is to be released, and whatever was kept under its id forgotten."""
+
+    slot: int
+    request_id: str
+
+
+class _Waiting(msgspec.Struct, frozen=True):
+    request: Request
+    submitted: float
+
+
+class Scheduler:
+    """First come, first served, `max_lanes` at once; all decoding lanes in each round, prefill in what is left."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._waiting: dict[str, _Waiting] = {}
+        self._lanes: dict[str, Lane] = {}
+        """In order of admission."""
+        self._free_slots = list(range(limits.max_lanes - 1, -1, -1))
+        self._departures: list[Departure] = []
+        self._rounds = {"prefill": 0, "decode": 0, "mixed": 0}
+        self._lane_counts = Histogram(LANE_BUCKETS)
+        self._row_counts = Histogram(ROW_BUCKETS)
+        self._drafts: dict[str, DraftCounter] = {}
+
+    # ---- requests come and go -------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is being served and nothing waits."""
+        return not self._lanes and not self._waiting
+
+    def submit(self, request: Request, now: float) -> None:
+        """Put a request at the end of the queue."""
+        self._waiting[request.request_id] = _Waiting(request, now)
+
+    def cancel(self, request_id: str, now: float) -> list[Event]:
+        """The client left: end its request wherever it is. Unknown ids are ignored."""
+        return self._end(request_id, FinishReason.CANCELLED, now)
+
+    def finish(self, request_id: str, kept: int, now: float) -> list[Event]:
+        """A stop string ended with generated token number `kept`: end the lane, counting no token behind it."""
+        return self._end(request_id, FinishReason.STOP, now, completed=kept)
+
+    def fail(self, request_ids: Iterable[str], error: str, now: float) -> list[Event]:
+        """A forward failed: end its lanes, and let the others be rebuilt from their tokens, as all caches are lost."""
+        events = [
+            event for request_id in request_ids for event in self._end(request_id, FinishReason.ERROR, now, error=error)
+        ]
+        for lane in self._lanes.values():
+            lane.cached = 0
+        return events
+
+    def departures(self) -> list[Departure]:
+        """The lanes that left since the last call."""
+        gone, self._departures = self._departures, []
+        return gone
+
+    def _end(
+        self,
+        request_id: str,
+        reason: FinishReason,
+        now: float,
+        *,
+        completed: int | None = None,
+        error: str | None = None,
+    ) -> list[Event]:
+        if (waiting := self._waiting.pop(request_id, None)) is not None:
+            usage = Usage(len(waiting.request.prompt), 0)
+            return [Finished(request_id, reason, usage, Timing(waiting.submitted, None, None, now), error)]
+        if (lane := self._lanes.pop(request_id, None)) is None:
+            return []
+        self._free_slots.append(lane.slot)
+        self._departures.append(Departure(lane.slot, request_id))
+        return [Finished(request_id, reason, lane.usage(completed), lane.timing(now), error)]
+
+    # ---- a round is planned ---------------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> Round | None:
+        """Admit who can be admitted and lay out the next round; None if there is nothing to do."""
+        self._admit(now)
+        decoding = [lane for lane in self._lanes.values() if lane.decoding]
+        prefilling = [lane for lane in self._lanes.values() if not lane.decoding]
+        spare = self._limits.round_rows - len(decoding)
+        budget = self._draft_budget(len(decoding), spare // 2 if prefilling else spare)
+        windows = [lane.window(budget) for lane in decoding]
+        left = spare - sum(window.budget for window in windows)
+        for lane in prefilling:
+            if left <= 0:
+                break
+            windows.append(chunk := lane.chunk(left))
+            left -= chunk.rows
+        return Round(tuple(windows)) if windows else None
+
+    def plan_ahead(self, flying: Round) -> Round | None:
+        """The round after `flying`, on draws that have not been read; None unless it can all be plain decode windows.
+
+        Every lane must be in `flying` and decode there, none may draft, and nobody may wait for a free slot. Lanes that
+        will have used up their `max_tokens` are left out; one that ends otherwise is discarded a round late.
+        """
+        if self._limits.draft_tokens or (self._waiting and self._free_slots):
+            return None
+        aboard = {window.request_id for window in flying.windows if window.samples}
+        if len(aboard) != len(flying.windows) or any(request_id not in aboard for request_id in self._lanes):
+            return None
+        going_on = [lane for lane in self._lanes.values() if lane.remaining > 1]
+        return Round(tuple(lane.window_ahead() for lane in going_on), ahead=True) if going_on else None
+
+    def _admit(self, now: float) -> None:
+        while self._waiting and self._free_slots:
+            waiting = self._waiting.pop(next(iter(self._waiting)))
+            request = waiting.request
+            self._free_slots.sort(reverse=True)
+            slot = self._free_slots.pop()
+            self._lanes[request.request_id] = Lane(request, slot, submitted=waiting.submitted, admitted=now)
+
+    def _draft_budget(self, lanes: int, rows: int) -> int:
+        return min(self._limits.draft_tokens, rows // lanes) if lanes else 0
+
+    # ---- and committed --------------------------------------------------------------------------------------------
+
+    def tokens(self, request_id: str) -> Sequence[int]:
+        """A lane's tokens so far, prompt and generated; to be read only, and only until the next commit."""
+        return self._lanes[request_id].tokens
+
+    def serves(self, window: Window) -> bool:
+        """Whether the window's lane is still there."""
+        return window.request_id in self._lanes
+
+    def accept(self, window: Window, drawn: Sequence[int]) -> Acceptance:
+        """Walk a window's draft against the target's draws, by its request's stop tokens and limits."""
+        lane = self._lanes[window.request_id]
+        stop_tokens = frozenset[int]() if lane.request.ignore_eos else lane.request.stop_tokens
+        return accept(window.draft, drawn, stop_tokens=stop_tokens, remaining=lane.remaining)
+
+    def commit(self, results: Sequence[LaneResult], now: float) -> list[Event]:
+        """Take over what a round did, for the lanes that are still there, and tell what to deliver."""
+        self._observe_round(results)
+        events: list[Event] = []
+        for result in results:
+            lane = self._lanes.get(result.window.request_id)
+            if lane is None:
+                continue
+            lane.cached = result.cached
+            if result.acceptance is not None:
+                events += self._commit_walk(lane, result.window, result.acceptance, now)
+        return events
+
+    def _commit_walk(self, lane: Lane, window: Window, walk: Acceptance, now: float) -> list[Event]:
+        request_id = window.request_id
+        if window.draft:
+            lane.observe_draft(window.source, len(window.draft), walk.accepted)
+            counter = self._drafts.setdefault(window.source, DraftCounter())
+            counter.observe(len(window.draft), walk.accepted)
+        lane.extend(walk, now)
+        events: list[Event] = [Tokens(request_id, walk.emitted)] if walk.emitted else []
+        return events + self._end(request_id, walk.end, now) if walk.end is not None else events
+
+    # ---- and counted ----------------------------------------------------------------------------------------------
+
+    def _observe_round(self, results: Sequence[LaneResult]) -> None:
+        windows = tuple(result.window for result in results)
+        if windows:
+            self._rounds[Round(windows).kind] += 1
+            self._lane_counts.observe(len(windows))
+            self._row_counts.observe(sum(window.rows for window in windows))
+
+    def stats(self) -> Stats:
+        """A snapshot of all counters."""
+        drafts = tuple(
+            DraftStats(source, counter.drafts, tuple(counter.drafted), tuple(counter.accepted))
+            for source, counter in self._drafts.items()
+        )
+        return Stats(
+            len(self._lanes),
+            len(self._waiting),
+            dict(self._rounds),
+            self._lane_counts.snapshot(),
+            self._row_counts.snapshot(),
+            drafts,
+        )
