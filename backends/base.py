@@ -1,0 +1,70 @@
+"""The protocol between the engine and whatever computes: one verify forward over the windows of a round.
+
+A backend owns the lanes' caches, addressed by slot. It decides nothing: which windows a round holds, what is accepted
+and who leaves is told to it. All of its methods are called on the engine thread.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from scheduler.round import Window
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """What the outside may know of a loaded model."""
+
+    name: str
+    """The repo's or folder's own name."""
+    folder: str | None
+    """Where its tokenizer and templates lie; None for a backend without files."""
+    vocab_size: int
+    context_length: int
+    """The most tokens, prompt and completion together."""
+    eos_tokens: frozenset[int]
+    defaults: dict[str, float]
+    """Sampling defaults of the model's generation_config (`temperature`, ...), only what it names."""
+    device: str
+    """What computes, for people: device, BLAS, dtype."""
+    parameter_bytes: int
+
+
+class Flight(Protocol):
+    """A verify forward under way."""
+
+    def read(self) -> list[list[int]]:
+        """Wait for the forward and return, per window in order, the tokens that the target draws: one per sampled row
+        (the last real token and every draft position), none for a prefill chunk. The single readback of a round.
+        """
+        ...
+
+
+class Backend(Protocol):
+    """Computes rounds. Implemented by `backends.fake.FakeBackend` and `backends.mlx.backend.MLXBackend`."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """What was loaded."""
+        ...
+
+    def verify(self, windows: Sequence[Window], after: Flight | None = None) -> Flight:
+        """Start one forward over all windows.
+
+        Each window's tokens and drafts are written at positions `[start, start + len(tokens) + len(draft))` of its
+        slot's caches; what stood there before is overwritten. A slot that holds nothing is opened by its first window.
+        Windows marked `carried` take their one token from the draws of `after`, which need not have been read.
+        """
+        ...
+
+    def keep(self, kept: Mapping[int, int]) -> dict[int, int]:
+        """Cut each slot to its kept length, and return how far each one is really cached (contract rule 15)."""
+        ...
+
+    def release(self, slot: int) -> None:
+        """Forget a slot's lane. Idempotent; a flight that still holds the slot is not disturbed."""
+        ...
+
+    def reset(self) -> None:
+        """Forget every lane: after a failed forward the caches are presumed lost."""
+        ...

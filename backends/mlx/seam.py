@@ -1,0 +1,134 @@
+"""Where mlx-lm's model code is entered: its attention function, its SwiGLU and its language-model head.
+
+`install_attention` replaces the `scaled_dot_product_attention` that a model's modules import, so that attention over a
+lane cache runs as that cache says. `install_swiglu` replaces their `swiglu` where a faster one is at hand.
+`install_head` lets a forward compute logits for chosen rows only. All leave calls that do not concern them as they
+were, and are installed once per model.
+"""
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from backends.mlx.caches.full import PackedCache, PaddedCache
+from backends.mlx.exponential import SMALLEST_SWIGLU
+
+_ATTENTION = "scaled_dot_product_attention"
+_SWIGLU = "swiglu"
+
+
+def install_attention(model: nn.Module) -> bool:
+    """Put the seam into every module that defines a part of `model`; False if none of them imports the function."""
+    modules = _modules(model, _ATTENTION)
+    for module in modules:
+        _replace(module, _ATTENTION, _lane_attention)
+    return bool(modules)
+
+
+def install_swiglu(model: nn.Module, swiglu: Callable[[mx.array, mx.array], mx.array]) -> None:
+    """Let the parts of `model` compute float32 SwiGLUs of some size with `swiglu(gate, up)`."""
+
+    def wrap(original: Callable[..., mx.array], _: str) -> Callable[..., mx.array]:
+        def sized_swiglu(gate: mx.array, up: mx.array) -> mx.array:
+            large = gate.size >= SMALLEST_SWIGLU and gate.dtype == mx.float32
+            return swiglu(gate, up) if large else original(gate, up)
+
+        return sized_swiglu
+
+    for module in _modules(model, _SWIGLU):
+        _replace(module, _SWIGLU, wrap)
+
+
+def _modules(model: nn.Module, name: str) -> list[ModuleType]:
+    """The modules that define parts of `model` and hold a function called `name`."""
+    defining = sorted({type(part).__module__ for part in model.modules()})
+    return [module for each in defining if hasattr(module := sys.modules[each], name)]
+
+
+def _replace(
+    module: ModuleType, name: str, wrap: Callable[[Callable[..., mx.array], str], Callable[..., mx.array]]
+) -> None:
+    """Replace a module's function by one wrapped around it, once."""
+    original: Callable[..., mx.array] = getattr(module, name)
+    if not hasattr(original, "seam_over"):
+        wrapped = wrap(original, module.__name__)
+        wrapped.seam_over = original  # type: ignore[attr-defined]
+        setattr(module, name, wrapped)
+
+
+def _lane_attention(original: Callable[..., mx.array], module: str) -> Callable[..., mx.array]:
+    def attention(
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        cache: Any,
+        scale: float,
+        mask: mx.array | str | None,
+        sinks: mx.array | None = None,
+        **others: Any,
+    ) -> mx.array:
+        if isinstance(cache, PackedCache):
+            if mask is not None or others:
+                raise ValueError(f"{module} masks attention in a way of its own, which packed rows cannot follow")
+            return cache.attend(queries, scale=scale, sinks=sinks)
+        if isinstance(cache, PaddedCache) and not others:
+            return cache.attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+        if sinks is not None:
+            others["sinks"] = sinks
+        return original(queries, keys, values, cache=cache, scale=scale, mask=mask, **others)
+
+    return attention
+
+
+class HeadRows:
+    """Which rows the head computes. Written by the forward before each call of the model.
+
+    `rows` (int32) indexes the flattened `[batch * length]` rows of the hidden states; None computes all of them.
+    """
+
+    def __init__(self) -> None:
+        self.rows: mx.array | None = None
+
+    def pick(self, hidden: mx.array) -> mx.array:
+        """Hidden states `[batch, length, dim]` to the chosen `[1, rows, dim]`."""
+        if self.rows is None:
+            return hidden
+        return mx.take(hidden.reshape(-1, hidden.shape[-1]), self.rows, axis=0)[None]
+
+
+class PickingHead(nn.Module):
+    """A language-model head that computes the chosen rows only."""
+
+    def __init__(self, head: nn.Module, chosen: HeadRows) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.head = head
+        self._chosen = chosen
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        """Logits `[1, rows, vocabulary]` of the chosen rows."""
+        logits: mx.array = self.head(self._chosen.pick(hidden))
+        return logits
+
+
+def install_head(model: nn.Module) -> HeadRows:
+    """Make the model's head obey the `HeadRows` that is returned.
+
+    An own head (`lm_head`) is wrapped where it hangs; a tied one through the embedding's `as_linear`. Whether a model
+    has either shows in the shape of its logits: the load-time check relies on that.
+    """
+    chosen = HeadRows()
+    for part in model.modules():
+        if "lm_head" in part and isinstance(part["lm_head"], nn.Module):
+            part.lm_head = PickingHead(part["lm_head"], chosen)
+        if isinstance(part, (nn.Embedding, nn.QuantizedEmbedding)):
+            _pick_before(part, chosen)
+    return chosen
+
+
+def _pick_before(embedding: nn.Module, chosen: HeadRows) -> None:
+    as_linear: Callable[[mx.array], mx.array] = embedding.as_linear
+    embedding.as_linear = lambda hidden: as_linear(chosen.pick(hidden))

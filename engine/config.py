@@ -1,0 +1,25 @@
+"""What the engine is told at its start."""
+
+import msgspec
+
+
+class EngineConfig(msgspec.Struct, frozen=True):
+    """Settings of the engine; every one has a flag of `paceline serve`.
+
+    Raises ValueError when `round_rows` could not give each lane its one row and a prefill one more.
+    """
+
+    max_lanes: int = 8
+    """How many requests are served at once; more of them wait, first come, first served."""
+    round_rows: int = 256
+    """The most rows of one round: decode rows, drafts and prefill rows together."""
+    draft_tokens: int = 0
+    """The most tokens drafted for a lane in a round; 0 turns drafting off."""
+
+    def __post_init__(self) -> None:
+        if self.max_lanes < 1:
+            raise ValueError("max_lanes must be at least 1")
+        if self.round_rows <= self.max_lanes:
+            raise ValueError("round_rows must be greater than max_lanes")
+        if self.draft_tokens < 0:
+            raise ValueError("draft_tokens must not be negative")

@@ -1,0 +1,76 @@
+"""Runs one round: propose, verify, accept, keep. The only place where the scheduler's decisions meet a backend.
+
+Runs on the engine thread. Knows no tensors and no requests, only windows.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from backends.base import Backend, Flight
+from scheduler.draft import DraftAsk, DraftSource
+from scheduler.round import LaneResult, Round, Window
+from scheduler.scheduler import Scheduler
+
+
+class FlyingRound(msgspec.Struct, frozen=True):
+    """A round whose forward has been started and not yet read."""
+
+    round: Round
+    flight: Flight
+
+
+class Executor:
+    """Carries rounds of one scheduler to one backend. Written by `Loop`."""
+
+    def __init__(self, scheduler: Scheduler, backend: Backend, sources: Sequence[DraftSource]) -> None:
+        self._scheduler = scheduler
+        self._backend = backend
+        self._sources = sources
+
+    def launch(self, planned: Round, after: FlyingRound | None = None) -> FlyingRound:
+        """Fill in the drafts and start the forward; a round planned ahead feeds on the draws of `after`."""
+        windows = planned.windows if planned.ahead else self._propose(planned.windows)
+        flight = self._backend.verify(windows, after.flight if after and planned.ahead else None)
+        return FlyingRound(Round(windows, planned.ahead), flight)
+
+    def land(self, flying: FlyingRound, drawn: Sequence[Sequence[int]]) -> list[LaneResult]:
+        """Walk each live lane's draft against its draws, and cut its caches to what it keeps."""
+        live = [
+            (window, self._scheduler.accept(window, tokens) if window.samples else None)
+            for window, tokens in zip(flying.round.windows, drawn, strict=True)
+            if self._scheduler.serves(window)
+        ]
+        kept = {
+            window.slot: window.start + window.real + (walk.accepted if walk is not None else 0)
+            for window, walk in live
+        }
+        cached = self._backend.keep(kept)
+        return [LaneResult(window, walk, cached[window.slot]) for window, walk in live]
+
+    def dismiss_departed(self) -> None:
+        """Release everything that was held for lanes that left."""
+        for departure in self._scheduler.departures():
+            self._backend.release(departure.slot)
+            for source in self._sources:
+                source.forget(departure.request_id)
+
+    def _propose(self, windows: tuple[Window, ...]) -> tuple[Window, ...]:
+        """Ask each source in turn for the lanes that no source before it had a guess for."""
+        filled = list(windows)
+        for source in self._sources:
+            open_places = [place for place, window in enumerate(filled) if window.budget > 0 and not window.draft]
+            if not open_places:
+                break
+            asks = [self._ask(filled[place]) for place in open_places]
+            for place, draft in zip(open_places, source.propose(asks), strict=True):
+                if draft:
+                    filled[place] = _with_draft(filled[place], draft, source.name)
+        return tuple(filled)
+
+    def _ask(self, window: Window) -> DraftAsk:
+        return DraftAsk(window.request_id, self._scheduler.tokens(window.request_id), window.budget)
+
+
+def _with_draft(window: Window, draft: tuple[int, ...], source: str) -> Window:
+    return msgspec.structs.replace(window, draft=draft[: window.budget], source=source)

@@ -1,0 +1,99 @@
+"""The engine's loop over rounds, as one step that can be called and tested without a thread.
+
+Owns the scheduler, the executor and the round in flight. Its mailbox and clock are handed in.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+from backends.base import Backend
+from engine.config import EngineConfig
+from engine.executor import Executor, FlyingRound
+from engine.messages import Finish, Message, Submit
+from scheduler.draft import DraftSource
+from scheduler.events import Event
+from scheduler.round import Round
+from scheduler.scheduler import Limits, Scheduler
+from scheduler.stats import Stats
+
+_log = logging.getLogger("paceline.engine")
+
+
+class Loop:
+    """`step()` serves one round; `mailbox()` returns the messages that came since its last call, without waiting;
+    `clock()` returns seconds. Written by the engine thread alone.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        config: EngineConfig,
+        *,
+        sources: Sequence[DraftSource],
+        mailbox: Callable[[], Iterable[Message]],
+        clock: Callable[[], float],
+    ) -> None:
+        limits = Limits(config.max_lanes, config.round_rows, config.draft_tokens)
+        self._scheduler = Scheduler(limits)
+        self._executor = Executor(self._scheduler, backend, sources)
+        self._backend = backend
+        self._mailbox = mailbox
+        self._clock = clock
+        self._ahead: FlyingRound | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Nothing to do until a message comes."""
+        return self._scheduler.idle and self._ahead is None
+
+    def stats(self) -> Stats:
+        """A snapshot of the counters, between two rounds."""
+        return self._scheduler.stats()
+
+    def step(self) -> list[Event]:
+        """Serve one round: read the mail, launch, look ahead, wait, read the mail again, commit.
+
+        Cancels are seen before the round is launched and again before anything of it is delivered.
+        """
+        events = self._read_mail()
+        self._executor.dismiss_departed()  # before a newcomer can be given a slot that a cancel has just freed
+        flying, self._ahead = self._ahead, None
+        planned = flying.round if flying else self._scheduler.plan(self._clock())
+        if planned is None:
+            return events
+        ahead = self._scheduler.plan_ahead(planned)
+        try:
+            flying = flying or self._executor.launch(planned)
+            if ahead is not None:
+                self._ahead = self._executor.launch(ahead, after=flying)
+            drawn = flying.flight.read()
+            events += self._read_mail()
+            results = self._executor.land(flying, drawn)
+        except Exception as error:  # the named boundary of a failed forward: its lanes end, the engine goes on
+            return events + self._fail([planned, ahead] if ahead else [planned], error)
+        events += self._scheduler.commit(results, self._clock())
+        self._executor.dismiss_departed()
+        return events
+
+    def _fail(self, aboard: Sequence[Round], error: Exception) -> list[Event]:
+        _log.exception("a round's forward failed")
+        self._ahead = None
+        request_ids = dict.fromkeys(window.request_id for lost in aboard for window in lost.windows)
+        message = f"the model's forward failed: {type(error).__name__}"
+        events = self._read_mail()  # a cancel that came during the forward outranks its failure
+        events += self._scheduler.fail(request_ids, message, self._clock())
+        self._backend.reset()
+        self._executor.dismiss_departed()
+        return events
+
+    def _read_mail(self) -> list[Event]:
+        events: list[Event] = []
+        for message in self._mailbox():
+            now = self._clock()
+            if isinstance(message, Submit):
+                self._scheduler.submit(message.request, now)
+            elif isinstance(message, Finish):
+                events += self._scheduler.finish(message.request_id, message.kept, now)
+            else:
+                events += self._scheduler.cancel(message.request_id, now)
+        return events

@@ -1,0 +1,194 @@
+"""The one thread that owns every MLX object, and its two crossings: a mailbox in, one call per round out.
+
+The event loop starts, drains and stops it; the thread runs `Loop`. Nothing else is shared between the two.
+"""
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from typing import TypeVar
+
+from backends.base import Backend, ModelInfo
+from engine.client import EngineClient
+from engine.config import EngineConfig
+from engine.loop import Loop
+from engine.messages import Message
+from scheduler.draft import DraftSource
+from scheduler.lookup import PromptLookup
+from scheduler.scheduler import Limits, Scheduler
+from scheduler.stats import Stats
+
+_log = logging.getLogger("paceline.engine")
+
+T = TypeVar("T")
+
+_CANCEL_SECONDS = 5.0
+"""How long a drain waits for its cancels to be seen: one round, generously."""
+
+
+class EngineState(StrEnum):
+    """What the engine could do with a request now: serve it in READY, finish it in DRAINING, else nothing."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    BROKEN = "broken"
+    STOPPED = "stopped"
+
+
+class Mailbox:
+    """Messages to the engine thread. `send` from any thread; `take` and `wait` by the engine thread alone."""
+
+    def __init__(self) -> None:
+        self._messages: deque[Message] = deque()
+        self._arrived = threading.Event()
+        self.closed = False
+
+    def send(self, message: Message) -> None:
+        """Leave a message; never waits."""
+        self._messages.append(message)
+        self._arrived.set()
+
+    def close(self) -> None:
+        """Wake the engine for the last time."""
+        self.closed = True
+        self._arrived.set()
+
+    def wait(self) -> None:
+        """Sleep until there is a message or the mailbox is closed."""
+        self._arrived.wait()
+
+    def take(self) -> list[Message]:
+        """All messages that lie there now."""
+        self._arrived.clear()
+        if self.closed:
+            self._arrived.set()
+        taken: list[Message] = []
+        while self._messages:
+            taken.append(self._messages.popleft())
+        return taken
+
+
+class Engine:
+    """Loads a backend on its own thread and serves requests with it. All methods belong to one event loop."""
+
+    def __init__(self, make_backend: Callable[[], Backend], config: EngineConfig) -> None:
+        """`make_backend` is called on the engine thread; what it raises is what `ready` raises."""
+        self._make_backend = make_backend
+        self._config = config
+        self._mailbox = Mailbox()
+        self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
+        self._loaded: asyncio.Future[ModelInfo] | None = None
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._stats = Scheduler(Limits(config.max_lanes, config.round_rows, config.draft_tokens)).stats()
+        self._state = EngineState.LOADING
+        self._info: ModelInfo | None = None
+        self.client = EngineClient(self._mailbox.send)
+
+    @property
+    def state(self) -> EngineState:
+        """Where the engine stands now."""
+        return self._state
+
+    @property
+    def info(self) -> ModelInfo | None:
+        """The loaded model; None until then."""
+        return self._info
+
+    @property
+    def stats(self) -> Stats:
+        """The newest whole snapshot of the counters."""
+        return self._stats
+
+    def start(self) -> None:
+        """Begin loading. Call once, on the event loop that will use the client."""
+        self._event_loop = asyncio.get_running_loop()
+        self._loaded = self._event_loop.create_future()
+        self._thread.start()
+
+    async def ready(self) -> ModelInfo:
+        """Wait until the model is loaded; raises what loading raised."""
+        if self._loaded is None:
+            raise RuntimeError("the engine was not started")
+        return await asyncio.shield(self._loaded)
+
+    async def drain(self, seconds: float) -> None:
+        """Let the open requests finish; those that have not after `seconds` are cancelled."""
+        if self._state is EngineState.READY:
+            self._state = EngineState.DRAINING
+        for patience in (seconds, _CANCEL_SECONDS):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience):
+                    await self.client.emptied()
+            self.client.cancel_all()
+
+    async def stop(self) -> None:
+        """End the thread after the round that it is in, and wait for it; a load under way is left behind. What is still
+        open ends with an error. Idempotent.
+        """
+        self._mailbox.close()
+        if self._thread.is_alive() and self._state is not EngineState.LOADING:
+            await asyncio.to_thread(self._thread.join)
+        if self._state is not EngineState.BROKEN:
+            self._state = EngineState.STOPPED
+        self.client.fail_all("the engine was stopped")
+
+    # ---- on the engine thread -------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            backend = self._make_backend()
+        except BaseException as error:  # the named boundary of loading: whatever it was, `ready` tells
+            self._to_event_loop(self._on_load_failed, error)
+            return
+        self._to_event_loop(self._on_loaded, backend.info)
+        try:
+            self._serve(Loop(backend, self._config, sources=self._sources(), mailbox=self._mailbox.take, clock=_now))
+        except BaseException as error:  # the named boundary of the engine thread: every client is told
+            _log.exception("the engine thread died")
+            self._to_event_loop(self._on_broken, error)
+
+    def _sources(self) -> Sequence[DraftSource]:
+        return (PromptLookup(),) if self._config.draft_tokens else ()
+
+    def _serve(self, loop: Loop) -> None:
+        while not self._mailbox.closed:
+            events = loop.step()
+            self._stats = loop.stats()
+            if events:
+                self._to_event_loop(self.client.deliver, events)
+            if loop.idle:
+                self._mailbox.wait()
+
+    def _to_event_loop(self, call: Callable[[T], None], argument: T) -> None:
+        assert self._event_loop is not None
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody is left to be told
+            self._event_loop.call_soon_threadsafe(call, argument)
+
+    # ---- back on the event loop -----------------------------------------------------------------------------------
+
+    def _on_loaded(self, info: ModelInfo) -> None:
+        self._info = info
+        if self._state is EngineState.LOADING:
+            self._state = EngineState.READY
+        if self._loaded is not None and not self._loaded.done():
+            self._loaded.set_result(info)
+
+    def _on_load_failed(self, error: BaseException) -> None:
+        self._state = EngineState.BROKEN
+        if self._loaded is not None and not self._loaded.done():
+            self._loaded.set_exception(error)
+        self.client.fail_all("the model could not be loaded")
+
+    def _on_broken(self, error: BaseException) -> None:
+        self._state = EngineState.BROKEN
+        self.client.fail_all(f"the engine died: {type(error).__name__}")
+
+
+def _now() -> float:
+    return time.monotonic()
