@@ -1,0 +1,176 @@
+"""The command `paceline`.
+
+Owns flags, words and exit statuses, and is the only place that reads the environment. Imports what a command needs when
+it runs, so that `--help` is quick.
+"""
+
+import json
+import logging
+import os
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated, Literal, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from backends.mlx.runtime import BlasChoice, DtypePolicy, load_blas
+from engine.config import EngineConfig
+
+DEFAULT_MODEL = "smollm2-135m"
+
+app = typer.Typer(
+    name="paceline",
+    help="Serve one MLX model to many clients at once.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+models = typer.Typer(help="The models on this machine.", no_args_is_help=True)
+app.add_typer(models, name="models")
+
+_ENGINE = EngineConfig()
+
+HostFlag = Annotated[str, typer.Option(help="Address to listen on; others than the loopback need --api-key-file.")]
+PortFlag = Annotated[int, typer.Option(min=0, max=65535, help="TCP port; 0 takes a free one.")]
+UdsFlag = Annotated[Path | None, typer.Option(help="Listen on this Unix socket, too.")]
+BlasFlag = Annotated[BlasChoice, typer.Option(help="What computes MLX's products on a Linux CPU.")]
+BackendFlag = Annotated[Literal["mlx", "fake"], typer.Option(help="fake: a pseudo-model without MLX.")]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+def home_folder() -> Path:
+    """`PACELINE_HOME`, else the platform's cache folder."""
+    told = os.environ.get("PACELINE_HOME")
+    if told:
+        return Path(told).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "paceline"
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "paceline"
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help="Installed name, folder, or hub repository.")] = DEFAULT_MODEL,
+    host: HostFlag = "127.0.0.1",
+    port: PortFlag = 8321,
+    uds: UdsFlag = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="File with one API key per line.")] = None,
+    allow_host: Annotated[list[str] | None, typer.Option(help="A name that clients call this server by.")] = None,
+    served_name: Annotated[str | None, typer.Option(help="The model's id for clients.")] = None,
+    max_lanes: Annotated[int, typer.Option(min=1, help="Requests served at once.")] = _ENGINE.max_lanes,
+    round_rows: Annotated[int, typer.Option(min=2, help="The most rows of one forward.")] = _ENGINE.round_rows,
+    draft_tokens: Annotated[int, typer.Option(min=0, help="The most tokens to draft; 0: off.")] = _ENGINE.draft_tokens,
+    backend: BackendFlag = "mlx",
+    dtype: Annotated[DtypePolicy, typer.Option(help="What weights are held in; checkpoint: as stored.")] = "auto",
+    blas: BlasFlag = "auto",
+    drain_seconds: Annotated[float, typer.Option(min=0, help="Time that requests have to end on SIGTERM.")] = 30.0,
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="The largest body of a request.")] = 32 * 1024 * 1024,
+    log_level: Annotated[LogLevel, typer.Option(help="The least important that is logged.")] = "info",
+) -> None:
+    """Serve MODEL over HTTP until a signal comes."""
+    _log_to_stderr(log_level)
+
+    from api.launch import Launch
+    from api.launch import serve as run
+
+    try:
+        launch = Launch(
+            model=model,
+            home=home_folder(),
+            backend=backend,
+            dtype=dtype,
+            blas=blas,
+            host=host,
+            port=port,
+            uds=uds,
+            api_key_file=api_key_file,
+            allowed_hosts=tuple(allow_host or ()),
+            served_name=served_name,
+            max_body_bytes=max_body_bytes,
+            drain_seconds=drain_seconds,
+            engine=EngineConfig(max_lanes=max_lanes, round_rows=round_rows, draft_tokens=draft_tokens),
+        )
+        outcome = run(launch, Console())
+    except (RuntimeError, OSError, ValueError) as error:
+        _fail(error)
+    if outcome.reason:
+        Console(stderr=True).print(f"error: {outcome.reason}", style="red", highlight=False, soft_wrap=True)
+    raise typer.Exit(outcome.status)
+
+
+@models.command("ls")
+def models_ls(as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
+    """List the installed models and their folders."""
+    from api.progress import megabytes
+    from backends.mlx.pull import list_models
+
+    installed = list_models(home_folder())
+    if as_json:
+        told = [
+            {"name": one.name, "folder": str(one.folder), "bytes": one.bytes, "dtype": one.dtype} for one in installed
+        ]
+        typer.echo(json.dumps(told, indent=2))
+        return
+    if not installed:
+        typer.echo(f"no models in {home_folder()}")
+    width = max((len(one.name) for one in installed), default=0)
+    for one in installed:
+        typer.echo(f"{one.name:{width}}  {megabytes(one.bytes):>8}  {one.dtype:10}  {one.folder}")
+
+
+@models.command("pull")
+def models_pull(name: Annotated[str, typer.Argument(help="A model of the catalogue.")] = DEFAULT_MODEL) -> None:
+    """Bring a model onto this machine."""
+    from api.progress import display_on
+
+    load_blas("auto")  # the conversion computes with MLX
+    from backends.mlx.pull import pull
+
+    console = Console()
+    try:
+        with closing(display_on(console)) as display:
+            folder = pull(name, home_folder(), display)
+    except (RuntimeError, OSError, ValueError) as error:
+        _fail(error)
+    console.print(f"{name} is in {folder}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def doctor(
+    model: Annotated[str, typer.Argument(help="The model that is to be served.")] = DEFAULT_MODEL,
+    host: HostFlag = "127.0.0.1",
+    port: PortFlag = 8321,
+    uds: UdsFlag = None,
+    blas: BlasFlag = "auto",
+) -> None:
+    """Look at what `serve` would need. The exit status is not zero if something is in its way."""
+    from api.doctor import examine
+
+    findings = examine(model=model, home=home_folder(), host=host, port=port, uds=uds, blas=blas)
+    table = Table("", "what", "finding", box=None)
+    for finding in findings:
+        table.add_row("[red]bad[/]" if finding.trouble else "[green]ok[/]", finding.what, finding.text)
+    Console().print(table)
+    raise typer.Exit(1 if any(finding.trouble for finding in findings) else 0)
+
+
+def main() -> None:
+    """The console script."""
+    app()
+
+
+def _log_to_stderr(level: str) -> None:
+    logging.basicConfig(
+        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("uvicorn").setLevel(max(logging.getLevelName(level.upper()), logging.WARNING))
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
+
+
+def _fail(error: Exception) -> NoReturn:
+    Console(stderr=True).print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+    raise typer.Exit(1) from error

@@ -1,0 +1,146 @@
+"""From the flags of `paceline serve` to a running process.
+
+Owns which backend is made and what is refused before anything is bound. MLX is imported on the engine thread, after its
+BLAS, and never for another backend.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from rich.console import Console
+from rich.panel import Panel
+
+from api.progress import Display, display_on
+from api.security import is_loopback, read_api_keys
+from api.server import Outcome, Process
+from api.service import ServedModel, Service, Settings
+from api.sockets import Listeners
+from backends.base import Backend
+from backends.mlx.runtime import Blas, BlasChoice, Device, DtypePolicy, describe_device, load_blas
+from engine.config import EngineConfig
+from engine.thread import Engine, EngineState
+
+BackendName = Literal["mlx", "fake"]
+
+_ANY_ADDRESS = frozenset({"", "0.0.0.0", "::"})  # noqa: S104
+
+
+class UsageError(ValueError):
+    """Flags that do not go together; the message names them."""
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that `paceline serve` was told."""
+
+    model: str
+    home: Path
+    backend: BackendName
+    dtype: DtypePolicy
+    blas: BlasChoice
+    host: str
+    port: int
+    uds: Path | None
+    api_key_file: Path | None
+    allowed_hosts: tuple[str, ...]
+    served_name: str | None
+    max_body_bytes: int
+    drain_seconds: float
+    engine: EngineConfig
+
+
+def serve(launch: Launch, console: Console) -> Outcome:
+    """Run the server to its end. Raises UsageError, BindError, OSError and ValueError before it has begun."""
+    settings = settings_of(launch)
+    with Listeners(launch.host, launch.port, launch.uds) as listeners, closing(display_on(console)) as display:
+        engine = Engine(make_backend(launch, display, console), launch.engine)
+
+        def ready(model: ServedModel) -> None:
+            display.close()
+            announce(console, launch, listeners, model)
+
+        process = Process(Service(engine, settings), listeners, launch.drain_seconds, ready)
+        with asyncio.Runner(loop_factory=_new_event_loop) as runner:
+            outcome = runner.run(process.run())
+    if engine.info is None and engine.state is not EngineState.BROKEN:
+        _leave(outcome)
+    return outcome
+
+
+def settings_of(launch: Launch) -> Settings:
+    """The HTTP side's settings. Raises UsageError, OSError and ValueError."""
+    keys = read_api_keys(launch.api_key_file) if launch.api_key_file else ()
+    if not keys and not is_loopback(launch.host.lower()):
+        raise UsageError(f"--host {launch.host} is open to other machines: that needs --api-key-file")
+    any_address = launch.host in _ANY_ADDRESS
+    own_names = {socket.gethostname(), f"{socket.gethostname()}.local"} if any_address else {launch.host}
+    return Settings(
+        served_name=launch.served_name,
+        api_keys=keys,
+        allowed_hosts=frozenset(own_names.union(launch.allowed_hosts)),
+        any_address=any_address,
+        max_body_bytes=launch.max_body_bytes,
+    )
+
+
+def make_backend(launch: Launch, display: Display, console: Console) -> Callable[[], Backend]:
+    """What the engine thread calls to load the model. Raises what a wrong `--blas` raises."""
+    if launch.backend == "fake":
+        from backends.fake import FakeBackend
+
+        return FakeBackend
+
+    blas = load_blas(launch.blas)
+    if blas.problem is not None:
+        console.print(f"slow BLAS: {blas.problem}", style="yellow", highlight=False, soft_wrap=True)
+
+    def load() -> Backend:
+        from backends.mlx.build import load_backend
+        from backends.mlx.pull import CATALOGUE, pull
+
+        if any(known.name == launch.model for known in CATALOGUE) and not Path(launch.model).is_dir():
+            pull(launch.model, launch.home, display)
+        return load_backend(launch.model, launch.home, launch.dtype, display, _words(describe_device(), blas))
+
+    return load
+
+
+def _words(device: Device, blas: Blas) -> str:
+    """A machine for people; its BLAS only matters on a CPU."""
+    return f"{device.kind} ({device.name})" + (f", BLAS {blas.name}" if device.kind == "cpu" else "")
+
+
+def announce(console: Console, launch: Launch, listeners: Listeners, model: ServedModel) -> None:
+    """The banner: where it listens and what it serves."""
+    host = f"[{launch.host}]" if ":" in launch.host else launch.host or "0.0.0.0"  # noqa: S104
+    facts = {"url": f"http://{host}:{listeners.port}/v1"}
+    if launch.uds is not None:
+        facts["socket"] = str(launch.uds)
+    facts["model"] = model.name
+    facts["context"] = f"{model.info.context_length} tokens"
+    drafts = f"up to {launch.engine.draft_tokens} draft tokens each" if launch.engine.draft_tokens else "no drafts"
+    facts["lanes"] = f"{launch.engine.max_lanes}, {drafts}"
+    facts["device"] = model.info.device
+    text = "\n".join(f"{name:8} {value}" for name, value in facts.items())
+    if console.is_terminal:
+        console.print(Panel(text, title="paceline is ready", expand=False), highlight=False)
+    else:
+        console.print(f"paceline is ready\n{text}", highlight=False, soft_wrap=True)
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    import uvloop
+
+    return uvloop.new_event_loop()
+
+
+def _leave(outcome: Outcome) -> None:
+    """A load that was left behind cannot be interrupted; everything else is closed by now."""
+    logging.shutdown()
+    os._exit(outcome.status)

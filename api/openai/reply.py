@@ -1,0 +1,168 @@
+"""A reply in OpenAI's dialect, streamed or whole: submits its generations, follows them, and accounts for them.
+
+Owns a request from its submission to its log line. However the handler is left, its lanes are freed.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import anyio
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from api.errors import ApiError
+from api.metrics import RequestRecord
+from api.openai.errors import error_body, error_response
+from api.openai.prepare import Seed
+from api.openai.shapes import DONE, Choice, ReplyShape
+from api.security import REQUEST_ID
+from api.service import ServedModel, Service
+from api.sse import EventStream, frame, serve_events, unless_disconnected
+from api.transcript import Transcript, follow
+from engine.client import Generation
+from scheduler.events import Finished
+from scheduler.request import FinishReason, Request, Usage
+
+_log = logging.getLogger("paceline.request")
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What was asked for, ready to be submitted."""
+
+    reply_id: str
+    model: ServedModel
+    shape: ReplyShape
+    requests: tuple[Request, ...]
+    """One per choice, in order."""
+    stops: tuple[str, ...]
+    seed: Seed
+    stream: bool
+    include_usage: bool
+    arrived: float
+    """When the request came, by `time.perf_counter`."""
+
+
+class Reply:
+    """Serves one order. Written by its handler's tasks, one per choice."""
+
+    def __init__(self, service: Service, order: Order) -> None:
+        self._service = service
+        self._order = order
+        choices = range(len(order.requests))
+        self._transcripts = [Transcript(order.model.tokenizer.detokenizer(), order.stops) for _ in choices]
+        self._records = [RequestRecord(service.metrics, order.arrived) for _ in choices]
+        self._texts: list[list[str]] = [[] for _ in choices]
+        self._request_id = "-"
+        self._unfinished = FinishReason.CANCELLED
+        """How choices end that are left before their end: the client went away."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer; returns early when the client leaves."""
+        self._request_id = scope.get(REQUEST_ID, "-")
+        try:
+            if self._order.stream:
+                await serve_events(receive, send, self._stream, self._service.settings.keepalive_seconds)
+                return
+            response = await unless_disconnected(receive, self._whole)
+            if response is not None:
+                await response(scope, receive, send)
+        finally:
+            self._account()
+
+    async def _stream(self, stream: EventStream) -> None:
+        failed = await self._run(partial(self._stream_choice, stream))
+        if failed is not None:
+            await stream.write(frame(error_body(failed)))
+            return
+        totals = self._order.shape.totals(self._usages()) if self._order.include_usage else b""
+        await stream.write(totals + DONE)
+
+    async def _whole(self) -> Response:
+        failed = await self._run(self._gather_choice)
+        if failed is not None:
+            return error_response(failed)
+        choices = [
+            Choice(index, "".join(texts), ended.reason)
+            for index, (texts, ended) in enumerate(zip(self._texts, self._ended(), strict=True))
+        ]
+        return Response(self._order.shape.whole(choices, self._usages()), media_type="application/json")
+
+    async def _run(self, follow_choice: Callable[[int, Generation], Coroutine[Any, Any, None]]) -> ApiError | None:
+        """Follow every choice to its end; what the client must be told instead of an answer."""
+        try:
+            with self._submitted() as generations:
+                async with anyio.create_task_group() as group:
+                    for index, generation in enumerate(generations):
+                        group.start_soon(follow_choice, index, generation)
+        except Exception:  # the named boundary of one reply: a fault in making its text is its own
+            _log.exception("%s failed", self._order.reply_id)
+            self._unfinished = FinishReason.ERROR
+            return ApiError(500, "internal error", code="internal_error")
+        return next((failed for ended in self._ended() if (failed := _failure_of(ended))), None)
+
+    async def _stream_choice(self, stream: EventStream, index: int, generation: Generation) -> None:
+        shape = self._order.shape
+
+        async def deliver(text: str) -> None:
+            await stream.write(shape.delta(index, text))
+
+        opening = shape.opening(index)
+        if opening:
+            await stream.write(opening)
+        ended = await follow(generation, self._transcripts[index], self._records[index], deliver)
+        if _failure_of(ended) is None:
+            await stream.write(shape.closing(index, ended.reason))
+
+    async def _gather_choice(self, index: int, generation: Generation) -> None:
+        async def deliver(text: str) -> None:
+            self._texts[index].append(text)
+
+        await follow(generation, self._transcripts[index], self._records[index], deliver)
+
+    @contextmanager
+    def _submitted(self) -> Iterator[list[Generation]]:
+        """All of the order's generations; those that have not ended are cancelled on the way out."""
+        with ExitStack() as stack:
+            client = self._service.engine.client
+            yield [stack.enter_context(client.submit(request)) for request in self._order.requests]
+
+    def _ended(self) -> list[Finished]:
+        return [record.finished for record in self._records if record.finished is not None]
+
+    def _usages(self) -> list[Usage]:
+        return [ended.usage for ended in self._ended()]
+
+    def _account(self) -> None:
+        """One line per request; never a prompt."""
+        order, records = self._order, self._records
+        for record in records:
+            record.abandon(self._unfinished)
+        reasons = [str(record.finished.reason) if record.finished else str(self._unfinished) for record in records]
+        first = min((record.first for record in records if record.first is not None), default=None)
+        _log.info(
+            "%s request=%s model=%s prompt=%d completion=%d reason=%s%s ttft=%s total=%.3fs",
+            order.reply_id,
+            self._request_id,
+            order.model.name,
+            sum(len(request.prompt) for request in order.requests),
+            sum(usage.completion_tokens for usage in self._usages())
+            + sum(record.tokens for record in records if record.finished is None),
+            ",".join(dict.fromkeys(reasons)),
+            f" seed={order.seed.value}" if order.seed.drawn else "",
+            "-" if first is None else f"{first - order.arrived:.3f}s",
+            time.perf_counter() - order.arrived,
+        )
+
+
+def _failure_of(ended: Finished) -> ApiError | None:
+    """What the client is told of an end that is none of its own."""
+    if ended.reason is FinishReason.ERROR:
+        return ApiError(500, ended.error or "the engine failed", code="engine_error")
+    if ended.reason is FinishReason.CANCELLED:
+        return ApiError(503, "the server is shutting down", code="draining", retry_after=5)
+    return None
