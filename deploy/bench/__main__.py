@@ -1,0 +1,38 @@
+"""The command line: `python -m deploy.bench SUBCOMMAND`. One module a subcommand; `SUBCOMMANDS` lists them all."""
+
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+import typer
+
+from deploy.bench.copying import copy
+from deploy.bench.fake import fake
+from deploy.bench.load import load
+from deploy.bench.loop import loop
+from deploy.bench.rounds import rounds
+from deploy.bench.serve_pair import serve_pair
+
+SUBCOMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
+    ("load", load),
+    ("serve-pair", serve_pair),
+    ("loop", loop),
+    ("copy", copy),
+    ("rounds", rounds),
+    ("fake", fake),
+)
+
+app = typer.Typer(help="Benchmarks of a running server over real sockets.", no_args_is_help=True, add_completion=False)
+for name, subcommand in SUBCOMMANDS:
+    app.command(name)(subcommand)
+
+
+def _stop(number: int, _frame: FrameType | None) -> None:
+    """Leave by way of every clean-up, so that no server is left behind."""
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _stop)
+    app()
