@@ -1,0 +1,151 @@
+"""Layouts of random rounds, read naively: every row is stored where its lane sits and sees its lane's past, no more."""
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backends.mlx.caches.buffers import SliceWrite
+from backends.mlx.caches.groups import LaneGroups
+from backends.mlx.layout import WIDEST_SHARED, packed_layout, width_class
+from backends.mlx.rectangle import padded_layout
+from tests.backends.mlx.interpreted import Placed, packed_memory, packed_rows, see_packed, see_padded
+from tests.backends.mlx.windows import window_of
+
+ROWS = st.one_of(st.integers(1, 9), st.sampled_from([1, 1, 1, 8, 9, 16, 17, 31, 32, 33, 40, 70]))
+STARTS = st.one_of(st.integers(0, 40), st.sampled_from([0, 0, 200, 223, 247, 255, 256, 300, 511]))
+
+
+@st.composite
+def rounds(draw: Any, *, together: bool) -> Placed:
+    """Lanes joined in any order, some of them left again, some without a window in this round."""
+    slots = draw(st.permutations(range(12)))[: draw(st.integers(1, 9))]
+    lanes = {slot: (draw(STARTS), draw(ROWS)) for slot in slots}
+    if draw(st.booleans()):  # all alike, as in a plain decode round of one age
+        lanes = dict.fromkeys(lanes, next(iter(lanes.values())))
+    groups = LaneGroups(together=together)
+    widest = max(rows for _, rows in lanes.values()) if together else 0
+    for slot, (start, rows) in lanes.items():
+        groups.place({slot: (start + max(rows, widest), start)})
+    for slot in draw(st.sets(st.sampled_from(slots), max_size=len(slots) - 1)):
+        groups.leave(slot)
+        del lanes[slot]
+    served = draw(st.lists(st.sampled_from(sorted(lanes)), min_size=1, unique=True))
+    windows = tuple(window_of(slot, *lanes[slot]) for slot in served)
+    return Placed(windows, groups, {slot: start for slot, (start, _) in lanes.items()})
+
+
+def past(slot: int, position: int) -> tuple[tuple[int, int], ...]:
+    """The keys that a lane's query at `position` sees when it is alone."""
+    return tuple((slot, each) for each in range(position + 1))
+
+
+@settings(max_examples=150)
+@given(placed=rounds(together=False))
+def test_every_packed_row_sees_exactly_its_own_lanes_past(placed: Placed) -> None:
+    layout = packed_layout(placed.windows, placed.groups)
+    rows = packed_rows(layout)
+    seen = see_packed(layout, placed)
+    assert [each.query for each in seen] == list(range(layout.rows))
+    for (slot, position), each in zip(rows, seen, strict=True):
+        assert each.keys == past(slot, position)
+
+
+@settings(max_examples=100)
+@given(placed=rounds(together=False))
+def test_packed_rows_are_stored_in_their_lanes_seats_and_nowhere_else(placed: Placed) -> None:
+    layout = packed_layout(placed.windows, placed.groups)
+    lengths = dict(placed.lengths) | {window.slot: window.end for window in placed.windows}
+    expected = {
+        (seat.capacity, seat.row, position): (slot, position)
+        for slot, length in lengths.items()
+        for seat in [placed.groups.seat(slot)]
+        for position in range(length)
+    }
+    assert packed_memory(layout, placed).keys == expected
+
+
+@settings(max_examples=100)
+@given(placed=rounds(together=False))
+def test_every_window_has_its_rows_once_and_in_order(placed: Placed) -> None:
+    layout = packed_layout(placed.windows, placed.groups)
+    assert sorted(entry.index for entry in layout.seated) == list(range(len(placed.windows)))
+    first = 0
+    for entry in layout.seated:
+        assert entry.window is placed.windows[entry.index]
+        assert entry.seat == placed.groups.seat(entry.window.slot)
+        assert (entry.first, entry.last) == (first, first + entry.window.rows)
+        first = entry.last
+    assert layout.rows == first
+    assert layout.positions.tolist() == [position for _, position in packed_rows(layout)]
+
+
+@settings(max_examples=100)
+@given(placed=rounds(together=False))
+def test_padding_is_bounded(placed: Placed) -> None:
+    """At most one padding lane a lane, never half of a width, none at all for wide windows; keys end with a window."""
+    layout = packed_layout(placed.windows, placed.groups)
+    for rectangle in layout.rectangles:
+        entries = [entry for entry in layout.seated if rectangle.first <= entry.first < rectangle.last]
+        assert rectangle.lanes <= 2 * len(entries)
+        assert all(rectangle.width < 2 * entry.window.rows for entry in entries)
+        assert rectangle.width <= WIDEST_SHARED or len(entries) == rectangle.lanes == 1
+        assert rectangle.length == max(entry.window.end for entry in entries)
+
+
+@settings(max_examples=150)
+@given(placed=rounds(together=True))
+def test_every_padded_window_sees_exactly_its_own_lanes_past(placed: Placed) -> None:
+    layout = padded_layout(placed.windows, placed.groups)
+    memory, seen = see_padded(layout, placed)
+    assert sorted(layout.order) == list(range(len(placed.windows)))
+    assert layout.starts.tolist() == [placed.windows[index].start for index in layout.order]
+    for lane, index in enumerate(layout.order):
+        window = placed.windows[index]
+        for column in range(window.rows):
+            assert seen[lane][column] == past(window.slot, window.start + column)
+    for slot, length in placed.lengths.items():
+        seat = placed.groups.seat(slot)
+        assert memory.look(seat.capacity, seat.row, range(length)) == past(slot, length - 1), "padding hit a lane"
+
+
+@given(rows=st.integers(1, 5000))
+def test_a_width_class_is_the_next_power_of_two(rows: int) -> None:
+    wide = width_class(rows)
+    assert wide & (wide - 1) == 0
+    assert wide // 2 < rows <= wide
+
+
+def seated_alike(starts: list[int], rows: int) -> Placed:
+    groups = LaneGroups()
+    groups.place({slot: (start + rows, start) for slot, start in enumerate(starts)})
+    windows = tuple(window_of(slot, start, rows) for slot, start in enumerate(starts))
+    return Placed(windows, groups, dict(enumerate(starts)))
+
+
+def test_lanes_of_one_age_take_one_slice_and_no_mask() -> None:
+    placed = seated_alike([7] * 5, 1)
+    layout = packed_layout(placed.windows, placed.groups)
+    assert layout.writes == (SliceWrite(256, 0, 5, 0, 7, 1),)
+    (rectangle,) = layout.rectangles
+    assert (rectangle.queries, rectangle.mask, layout.outputs) == (None, None, None)
+
+
+def test_a_chunk_alone_is_plain_causal_attention() -> None:
+    placed = seated_alike([100], 50)
+    layout = packed_layout(placed.windows, placed.groups)
+    (rectangle,) = layout.rectangles
+    assert (rectangle.queries, rectangle.mask, layout.outputs) == (None, "causal", None)
+
+
+def test_one_long_draft_does_not_widen_its_neighbours() -> None:
+    placed = seated_alike([20, 30, 40, 50], 1)
+    wide = window_of(0, 20, 9, drafted=8)
+    layout = packed_layout((wide, *placed.windows[1:]), placed.groups)
+    assert sorted((rectangle.lanes, rectangle.width) for rectangle in layout.rectangles) == [(1, 9), (3, 1)]
+
+
+def test_one_long_lane_does_not_lengthen_its_neighbours() -> None:
+    placed = seated_alike([20, 3000, 40], 1)
+    layout = packed_layout(placed.windows, placed.groups)
+    assert sorted((rectangle.lanes, rectangle.length) for rectangle in layout.rectangles) == [(1, 3001), (2, 41)]

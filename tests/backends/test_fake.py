@@ -1,0 +1,217 @@
+"""The fake model: deterministic, and unforgiving about caches (contract rules 7, 15 and 16)."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from backends.fake import EOS, FakeBackend
+from scheduler.request import Sampling
+from scheduler.round import Window
+
+TOKEN = st.integers(0, 256)
+TEXT = st.lists(TOKEN, min_size=1, max_size=20).map(tuple)
+SAMPLINGS = st.builds(
+    Sampling, st.sampled_from([0.0, 0.5, 1.0, 3.0]), st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1)
+)
+COLD = Sampling(temperature=0.0)
+
+
+def window(
+    tokens: Sequence[int],
+    start: int = 0,
+    *,
+    slot: int = 0,
+    sampling: Sampling = COLD,
+    draft: Sequence[int] = (),
+    samples: bool = True,
+    carried: bool = False,
+) -> Window:
+    reach = start + len(tokens) + len(draft) + 1
+    return Window(
+        slot, f"lane {slot}", start, tuple(tokens), samples, sampling, reach, len(draft), tuple(draft), carried=carried
+    )
+
+
+def draws(backend: FakeBackend, *windows: Window) -> list[list[int]]:
+    return backend.verify(windows).read()
+
+
+def next_draws(text: Sequence[int], sampling: Sampling) -> list[int]:
+    """What a fresh backend draws behind each token of a text."""
+    return draws(FakeBackend(), window(text[:1], draft=text[1:], sampling=sampling))[0]
+
+
+# ---- windows ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_window_draws_behind_its_last_real_token_and_behind_each_draft() -> None:
+    backend = FakeBackend()
+    assert [len(drawn) for drawn in draws(backend, window((1, 2, 3), draft=(4, 5)), window((1, 2), slot=1))] == [3, 1]
+
+
+def test_a_prefill_chunk_draws_nothing() -> None:
+    backend = FakeBackend()
+    assert draws(backend, window((1, 2, 3), samples=False), window((9,), slot=1))[0] == []
+
+
+@given(text=TEXT, past=st.integers(1, 5), opened=st.booleans())
+def test_a_window_beyond_what_is_cached_raises(text: tuple[int, ...], past: int, opened: bool) -> None:
+    backend = FakeBackend()
+    if opened:
+        backend.verify([window(text, samples=False)])
+    with pytest.raises(ValueError, match="cached"):
+        backend.verify([window((1,), start=past + (len(text) if opened else 0))])
+
+
+@given(text=TEXT, cuts=st.sets(st.integers(1, 19)), sampling=SAMPLINGS)
+def test_a_text_fed_in_chunks_is_the_text_fed_at_once(
+    text: tuple[int, ...], cuts: set[int], sampling: Sampling
+) -> None:
+    backend = FakeBackend()
+    edges = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    last: list[list[int]] = []
+    for start, end in pairwise(edges):
+        last = draws(backend, window(text[start:end], start, sampling=sampling))
+    assert last == [next_draws(text, sampling)[-1:]]
+
+
+# ---- rollback --------------------------------------------------------------------------------------------------------
+
+
+@given(prompt=TEXT, draft=TEXT, kept=st.integers(0, 20), going_on=TEXT, sampling=SAMPLINGS)
+@example(prompt=(1,), draft=(2, 3), kept=0, going_on=(2, 3), sampling=COLD)
+def test_rules_15_and_16_overwriting_is_feeding_only_what_was_kept(
+    prompt: tuple[int, ...], draft: tuple[int, ...], kept: int, going_on: tuple[int, ...], sampling: Sampling
+) -> None:
+    kept = min(kept, len(draft))
+    backend = FakeBackend()
+    backend.verify([window(prompt, draft=draft, sampling=sampling)])
+    length = len(prompt) + kept
+    assert backend.keep({0: length}) == {0: length}
+    rolled_back = draws(backend, window(going_on[:1], length, draft=going_on[1:], sampling=sampling))[0]
+    assert rolled_back == next_draws((*prompt, *draft[:kept], *going_on), sampling)[length:]
+    assert tuple(backend.lanes[0].tokens) == (*prompt, *draft[:kept], *going_on)
+
+
+@given(texts=st.lists(TEXT, min_size=2, max_size=4), data=st.data(), sampling=SAMPLINGS)
+def test_rule_16_lanes_roll_back_by_lengths_of_their_own(
+    texts: list[tuple[int, ...]], data: st.DataObject, sampling: Sampling
+) -> None:
+    backend = FakeBackend()
+    backend.verify([window(text[:1], slot=slot, draft=text[1:]) for slot, text in enumerate(texts)])
+    lengths = [data.draw(st.integers(1, len(text))) for text in texts]
+    backend.keep(dict(enumerate(lengths)))
+    again = draws(backend, *(window((7,), length, slot=slot, sampling=sampling) for slot, length in enumerate(lengths)))
+    alone = [next_draws((*text[:length], 7), sampling)[-1:] for text, length in zip(texts, lengths, strict=True)]
+    assert again == alone
+
+
+# ---- draws -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("length", [1, 2, 7, 40])
+def test_a_draw_depends_on_every_token_that_is_cached(length: int, temperature: float) -> None:
+    """A change of any one token, however far back, shows within the next few draws."""
+    sampling = Sampling(temperature, seed=3)
+    text = [(step * 73) % 256 for step in range(length)]
+    going_on = [5] * 40
+    original = next_draws([*text, *going_on], sampling)[length:]
+    for place in range(length):
+        changed = [*text]
+        changed[place] ^= 1
+        assert next_draws([*changed, *going_on], sampling)[length:] != original
+
+
+def test_a_draw_depends_on_the_order_of_tokens() -> None:
+    going_on = [5] * 40
+    assert next_draws([1, 2, 3, *going_on], COLD)[3:] != next_draws([2, 1, 3, *going_on], COLD)[3:]
+
+
+@given(text=TEXT, others=st.lists(TEXT, max_size=3), slot=st.integers(0, 7), sampling=SAMPLINGS)
+def test_rule_7_a_draw_does_not_depend_on_the_slot_or_the_company(
+    text: tuple[int, ...], others: list[tuple[int, ...]], slot: int, sampling: Sampling
+) -> None:
+    company = [window(other, slot=8 + place) for place, other in enumerate(others)]
+    drawn = draws(FakeBackend(), *company, window(text, slot=slot, sampling=sampling))[-1]
+    assert drawn == next_draws(text, sampling)[-1:]
+
+
+@given(text=TEXT, sampling=SAMPLINGS)
+def test_a_draw_is_in_the_vocabulary_and_repeats(text: tuple[int, ...], sampling: Sampling) -> None:
+    drawn = next_draws(text, sampling)
+    assert drawn == next_draws(text, sampling)
+    assert all(0 <= token < FakeBackend().info.vocab_size for token in drawn)
+
+
+def test_rule_7_seed_choice_and_position_each_make_a_difference() -> None:
+    text = [9] * 30
+    samplings = [Sampling(1.0, 0, 0), Sampling(1.0, 1, 0), Sampling(1.0, 0, 1)]
+    drawn = [tuple(next_draws(text, sampling)) for sampling in samplings]
+    assert len(set(drawn)) == 3
+
+
+def test_cold_draws_ignore_the_seed() -> None:
+    text = [9] * 30
+    assert next_draws(text, Sampling(0.0, 1, 2)) == next_draws(text, Sampling(0.0, 3, 4))
+
+
+def test_the_text_ends_now_and_then_and_lookup_finds_something_in_it() -> None:
+    backend = FakeBackend()
+    text = [1]
+    while len(text) < 3000:
+        text += draws(backend, window(text[-1:], len(text) - 1))[0]
+    assert 3000 / 127 / 3 < text.count(EOS) < 3000 / 127 * 3
+    pairs = list(pairwise(text))
+    assert len(set(pairs)) < len(pairs) / 3
+
+
+# ---- slots and flights -----------------------------------------------------------------------------------------------
+
+
+@given(text=TEXT, sampling=SAMPLINGS)
+def test_a_carried_window_feeds_the_newest_draw_of_its_slot(text: tuple[int, ...], sampling: Sampling) -> None:
+    backend = FakeBackend()
+    first = backend.verify([window((3,), slot=1), window(text, sampling=sampling)])
+    ahead = backend.verify([window((), len(text), sampling=sampling, carried=True)], first)
+    last = next_draws(text, sampling)[-1]
+    assert ahead.read() == [next_draws((*text, last), sampling)[-1:]]
+    further = backend.verify([window((), len(text) + 1, sampling=sampling, carried=True)], ahead)
+    assert backend.lanes[0].tokens == [*text, last, *ahead.read()[0]]
+    assert len(further.read()[0]) == 1
+
+
+def test_a_released_slot_starts_from_nothing() -> None:
+    backend = FakeBackend()
+    backend.verify([window((1, 2, 3)), window((1, 2, 3), slot=1)])
+    backend.release(0)
+    backend.release(0)
+    with pytest.raises(ValueError, match="cached"):
+        backend.verify([window((4,), 3)])
+    assert draws(backend, window((4,), 3, slot=1)) == [next_draws((1, 2, 3, 4), COLD)[-1:]]
+
+
+def test_a_reset_forgets_every_lane() -> None:
+    backend = FakeBackend()
+    backend.verify([window((1, 2)), window((1, 2), slot=1)])
+    backend.reset()
+    for slot in (0, 1):
+        with pytest.raises(ValueError, match="cached"):
+            backend.verify([window((4,), 2, slot=slot)])
+        backend.release(slot)
+    assert draws(backend, window((1, 2, 4))) == [next_draws((1, 2, 4), COLD)[-1:]]
+
+
+def test_a_flight_outlives_the_release_of_its_slot() -> None:
+    backend = FakeBackend()
+    flight = backend.verify([window((1, 2))])
+    backend.release(0)
+    assert flight.read() == [next_draws((1, 2), COLD)[-1:]]
+
+
+def test_what_it_says_of_itself() -> None:
+    info = FakeBackend(context_length=64).info
+    assert (info.vocab_size, info.context_length, info.eos_tokens, info.folder) == (257, 64, frozenset({EOS}), None)

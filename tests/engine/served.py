@@ -1,0 +1,321 @@
+"""One run of the engine's loop over the fake model, with the mail arriving at chosen moments, and the plain decoding of
+the same requests, one lane and one token at a time, to hold it against.
+"""
+
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from backends.base import Flight
+from backends.fake import EOS, FakeBackend, FakeFlight, FakeLane
+from engine.config import EngineConfig
+from engine.loop import Loop
+from engine.messages import Cancel, Finish, Message, Submit
+from scheduler.draft import DraftAsk, DraftSource
+from scheduler.events import Event, Finished, Tokens
+from scheduler.lookup import PromptLookup
+from scheduler.request import FinishReason, Request
+from scheduler.round import Window
+from scheduler.stats import Stats
+
+PATIENCE = 5000
+"""Steps after which a run that should have ended has hung."""
+
+
+class Terse(FakeBackend):
+    """The fake model, but it comes to an end every few dozen tokens."""
+
+    def greedy(self, tokens: Sequence[int], state: int) -> int:
+        return EOS if state % 37 == 1 else super().greedy(tokens, state)
+
+
+@dataclass(frozen=True)
+class Plain:
+    """What a request gets alone and without speculation."""
+
+    tokens: tuple[int, ...]
+    """Delivered ones."""
+    reason: FinishReason
+    completion_tokens: int
+
+    @property
+    def fed(self) -> tuple[int, ...]:
+        """Every token that was drawn."""
+        return (*self.tokens, EOS) if self.completion_tokens > len(self.tokens) else self.tokens
+
+
+def decode(request: Request) -> Plain:
+    """One lane, one token at a time."""
+    model, lane = Terse(), FakeLane()
+    for token in request.prompt:
+        lane.feed(token)
+    tokens: list[int] = []
+    while len(tokens) < request.max_tokens:
+        token = model.draw(lane, request.sampling)
+        if token in request.stop_tokens and not request.ignore_eos:
+            return Plain(tuple(tokens), FinishReason.STOP, len(tokens) + 1)
+        tokens.append(token)
+        lane.feed(token)
+    return Plain(tuple(tokens), FinishReason.LENGTH, len(tokens))
+
+
+class Prophet:
+    """A `DraftSource` that knows the plain answers, and is right for as long as it likes."""
+
+    name = "prophet"
+
+    def __init__(self, plain: Mapping[str, tuple[int, ...]], seed: int) -> None:
+        """`plain` is each request's prompt with all that will be drawn after it."""
+        self._plain = plain
+        self._random = random.Random(seed)
+        self.forgotten: list[str] = []
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[tuple[int, ...]]:
+        return [self._draft(ask) for ask in asks]
+
+    def _draft(self, ask: DraftAsk) -> tuple[int, ...]:
+        ahead = self._plain[ask.request_id][len(ask.tokens) :][: self._random.randint(0, ask.budget)]
+        wrong = self._random.choices(range(257), k=self._random.randint(0, ask.budget - len(ahead)))
+        return (*ahead, *wrong)
+
+    def forget(self, request_id: str) -> None:
+        self.forgotten.append(request_id)
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A verify forward that was started."""
+
+    windows: tuple[Window, ...]
+    piped: bool
+    mails: int
+    """How often the mailbox had been looked at by then."""
+
+    @property
+    def request_ids(self) -> set[str]:
+        return {window.request_id for window in self.windows}
+
+
+class WatchedFlight:
+    def __init__(self, flight: FakeFlight, read: Callable[[], None]) -> None:
+        self.flight = flight
+        self._read = read
+
+    def read(self) -> list[list[int]]:
+        self._read()
+        return self.flight.read()
+
+
+class Watched:
+    """Implements `Backend` over the fake one: notes what is asked of it, and can be told to fail.
+
+    Holds every window and every cache against the texts that plain decoding gives (contract rules 15 and 16).
+    """
+
+    def __init__(self, texts: Mapping[str, tuple[int, ...]]) -> None:
+        self.model = Terse()
+        self.info = self.model.info
+        self.texts = texts
+        self.mails = 0
+        self.fail_verify: set[int] = set()
+        self.fail_read: set[int] = set()
+        self.fail_keep: set[int] = set()
+        """Which forwards raise, and which calls of `keep`, counted from 0."""
+        self.keeps = 0
+        self.forwards: list[Forward] = []
+        self.log: list[str] = []
+        self.failed: list[int] = []
+        self.holders: dict[int, str] = {}
+        """Whose cache is in each slot."""
+        self.opened: list[str] = []
+        self.released: list[str] = []
+        self.faults: list[str] = []
+        self.resets = 0
+
+    def verify(self, windows: Sequence[Window], after: Flight | None = None) -> WatchedFlight:
+        number = len(self.forwards)
+        self.forwards.append(Forward(tuple(windows), after is not None, self.mails))
+        self.log.append(f"verify {number}")
+        for window in windows:
+            self._look_at(window)
+        if number in self.fail_verify:
+            self.failed.append(number)
+            raise RuntimeError("no more memory")
+        flown = after.flight if isinstance(after, WatchedFlight) else None
+        return WatchedFlight(self.model.verify(windows, flown), lambda: self._on_read(number))
+
+    def _on_read(self, number: int) -> None:
+        self.log.append(f"read {number}")
+        if number in self.fail_read:
+            self.failed.append(number)
+            raise RuntimeError("no more memory")
+
+    def _look_at(self, window: Window) -> None:
+        holder = self.holders.get(window.slot)
+        if holder is None:
+            self.holders[window.slot] = window.request_id
+            self.opened.append(window.request_id)
+        elif holder != window.request_id:
+            self.faults.append(f"{window.request_id} was put into the slot of {holder}")
+        text = self.texts[window.request_id]
+        if window.start and self._cached(window.slot)[: window.start] != text[: window.start]:
+            self.faults.append(f"the cache of {window.request_id} is not its text up to {window.start}")
+        if window.tokens != text[window.start : window.start + len(window.tokens)]:
+            self.faults.append(f"a window of {window.request_id} is not its text from {window.start}")
+        if len(window.draft) > window.budget:
+            self.faults.append(f"{window.request_id} drafted more than its budget")
+
+    def _cached(self, slot: int) -> tuple[int, ...]:
+        return tuple(self.model.lanes[slot].tokens) if slot in self.model.lanes else ()
+
+    def keep(self, kept: Mapping[int, int]) -> dict[int, int]:
+        number, self.keeps = self.keeps, self.keeps + 1
+        if number in self.fail_keep:
+            raise RuntimeError("no more memory")
+        for slot, length in kept.items():
+            if self._cached(slot)[:length] != self.texts[self.holders[slot]][:length]:
+                self.faults.append(f"{self.holders[slot]} keeps what is not its text up to {length}")
+        return self.model.keep(kept)
+
+    def release(self, slot: int) -> None:
+        if slot in self.holders:
+            self.released.append(self.holders.pop(slot))
+        self.model.release(slot)
+
+    def reset(self) -> None:
+        self.resets += 1
+        self.model.reset()
+
+
+@dataclass(frozen=True)
+class Leave:
+    """A client cancels at the given look into the mailbox, counted from its own arrival."""
+
+    after: int
+
+
+@dataclass(frozen=True)
+class StopString:
+    """A client finds a stop string at the given look into the mailbox, ending with a token that it was told."""
+
+    after: int
+    behind: int
+    """How many tokens it has been told behind the last one that it wants kept."""
+
+
+@dataclass(frozen=True)
+class Guest:
+    """A request, when it comes (in looks into the mailbox), and how its client goes before the end, if it does."""
+
+    request: Request
+    arrives: int = 0
+    goes: Leave | StopString | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step of the loop said, and the looks into the mailbox that it took: `[first, last]`."""
+
+    first: int
+    last: int
+    events: tuple[Event, ...]
+
+
+@dataclass
+class Served:
+    """The record of a run."""
+
+    guests: dict[str, Guest]
+    backend: Watched
+    steps: list[Step] = field(default_factory=list)
+    stopped: dict[str, int] = field(default_factory=dict)
+    """How many tokens each stop string kept, where one was found."""
+    prophets: list[Prophet] = field(default_factory=list)
+    stats: Stats | None = None
+
+    def events(self, request_id: str) -> list[Event]:
+        return [event for step in self.steps for event in step.events if event.request_id == request_id]
+
+    def tokens(self, request_id: str) -> tuple[int, ...]:
+        return tuple(token for event in self.events(request_id) if isinstance(event, Tokens) for token in event.tokens)
+
+    def end(self, request_id: str) -> Finished:
+        """The terminal event; there must be exactly one."""
+        (end,) = (event for event in self.events(request_id) if isinstance(event, Finished))
+        return end
+
+    def undisturbed(self) -> list[str]:
+        """Whose clients stayed to the end, and whose forwards did not fail."""
+        left = (FinishReason.CANCELLED, FinishReason.ERROR)
+        return [name for name in self.guests if self.end(name).reason not in left and name not in self.stopped]
+
+
+class Mail:
+    """Delivers each message at its look into the mailbox."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        self.looks = 0
+
+    def __call__(self) -> Iterable[Message]:
+        look, self.looks = self.looks, self.looks + 1
+        self._served.backend.mails = self.looks
+        for guest in self._served.guests.values():
+            if guest.arrives == look:
+                yield Submit(guest.request)
+            if guest.goes is not None and guest.arrives + guest.goes.after == look:
+                yield from self._go(guest.request.request_id, guest.goes)
+
+    def _go(self, request_id: str, goes: Leave | StopString) -> Iterable[Message]:
+        if isinstance(goes, Leave):
+            yield Cancel(request_id)
+            return
+        kept = len(self._served.tokens(request_id)) - goes.behind
+        ended = any(isinstance(event, Finished) for event in self._served.events(request_id))
+        if kept > 0 and not ended:
+            self._served.stopped[request_id] = kept
+            yield Finish(request_id, kept)
+
+    @property
+    def last(self) -> int:
+        """The look at which the last message comes."""
+        guests = self._served.guests.values()
+        return max((guest.arrives + (guest.goes.after if guest.goes else 0) for guest in guests), default=0)
+
+
+def sources_named(names: str, texts: Mapping[str, tuple[int, ...]], seed: int) -> list[DraftSource]:
+    """`lookup`, `prophet`, both with a `+` between them in the order of the ladder, or none."""
+    made: dict[str, DraftSource] = {"lookup": PromptLookup(), "prophet": Prophet(texts, seed)}
+    return [made[name] for name in names.split("+") if name]
+
+
+def serve(
+    guests: Iterable[Guest],
+    config: EngineConfig,
+    sources: str = "",
+    *,
+    seed: int = 0,
+    fail_verify: Iterable[int] = (),
+    fail_read: Iterable[int] = (),
+    fail_keep: Iterable[int] = (),
+) -> Served:
+    """Run the loop until everything has ended."""
+    by_name = {guest.request.request_id: guest for guest in guests}
+    texts = {name: (*guest.request.prompt, *decode(guest.request).fed) for name, guest in by_name.items()}
+    backend = Watched(texts)
+    backend.fail_verify |= set(fail_verify)
+    backend.fail_read |= set(fail_read)
+    backend.fail_keep |= set(fail_keep)
+    served = Served(by_name, backend)
+    mail = Mail(served)
+    ladder = sources_named(sources, texts, seed)
+    served.prophets = [source for source in ladder if isinstance(source, Prophet)]
+    loop = Loop(backend, config, sources=ladder, mailbox=mail, clock=lambda: float(mail.looks))
+    for _ in range(PATIENCE):
+        if loop.idle and mail.looks > mail.last:
+            served.stats = loop.stats()
+            return served
+        first = mail.looks
+        events = loop.step()
+        served.steps.append(Step(first, mail.looks - 1, tuple(events)))
+    raise AssertionError("the loop never came to rest")

@@ -1,0 +1,22 @@
+"""Settings that could not work are refused at the door."""
+
+import pytest
+
+from engine.config import EngineConfig
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"max_lanes": 0}, "max_lanes"),
+        ({"max_lanes": 8, "round_rows": 8}, "round_rows"),
+        ({"draft_tokens": -1}, "draft_tokens"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_named(settings: dict[str, int], named: str) -> None:
+    with pytest.raises(ValueError, match=f"^{named} must"):
+        EngineConfig(**settings)
+
+
+def test_the_smallest_settings_that_work() -> None:
+    EngineConfig(max_lanes=1, round_rows=2, draft_tokens=0)

@@ -1,0 +1,388 @@
+"""The scheduler, driven at random, against a simple model of what must hold whatever happens in which order."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from scheduler.events import Event, Finished, Tokens
+from scheduler.request import DraftCount, FinishReason, Request, Sampling
+from scheduler.round import LaneResult, Round, Window
+from scheduler.scheduler import Limits, Scheduler
+from tests.scheduler.plain import replay
+
+EOS = 5
+TOKENS = st.integers(0, EOS)
+SOURCES = ("one", "two")
+
+
+@dataclass
+class Tale:
+    """One request as a client and an attentive observer see it."""
+
+    request: Request
+    submitted: float
+    slot: int | None = None
+    cached: int = 0
+    generated: list[int] = field(default_factory=list)
+    told: list[int] = field(default_factory=list)
+    """What the events delivered."""
+    eos_drawn: bool = False
+    drafts: list[tuple[str, int, int]] = field(default_factory=list)
+    """Source, drafted, accepted."""
+    end: Finished | None = None
+
+    @property
+    def text(self) -> list[int]:
+        return [*self.request.prompt, *self.generated]
+
+    @property
+    def decodes(self) -> bool:
+        return self.cached == len(self.text) - 1
+
+    @property
+    def remaining(self) -> int:
+        return self.request.max_tokens - len(self.generated)
+
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        return frozenset() if self.request.ignore_eos else self.request.stop_tokens
+
+
+def by_position(drafts: Sequence[tuple[str, int, int]]) -> dict[str, DraftCount]:
+    counts = {}
+    for source in {source for source, _, _ in drafts}:
+        mine = [(drafted, accepted) for name, drafted, accepted in drafts if name == source]
+        places = range(max(drafted for drafted, _ in mine))
+        counts[source] = DraftCount(
+            source,
+            len(mine),
+            tuple(sum(drafted > place for drafted, _ in mine) for place in places),
+            tuple(sum(accepted > place for _, accepted in mine) for place in places),
+        )
+    return counts
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.tales: dict[str, Tale] = {}
+        self.waiting: list[Tale] = []
+        self.lanes: list[Tale] = []
+        """In order of admission."""
+        self.flying: tuple[Window, ...] | None = None
+        self.ahead: tuple[Window, ...] | None = None
+        self.left: list[Tale] = []
+        """Lanes that left and are not yet told as departures."""
+        self.rounds: list[list[Window]] = []
+        self.drafts: list[tuple[str, int, int]] = []
+
+    @initialize(lanes=st.integers(1, 4), more_rows=st.integers(1, 12), draft_tokens=st.integers(0, 4))
+    def begin(self, lanes: int, more_rows: int, draft_tokens: int) -> None:
+        self.limits = Limits(lanes, lanes + more_rows, draft_tokens)
+        self.scheduler = Scheduler(self.limits)
+
+    def tick(self) -> float:
+        self.now += 1.0
+        return self.now
+
+    # ---- requests come and go -------------------------------------------------------------------------------------
+
+    @rule(
+        prompt=st.lists(TOKENS, min_size=1, max_size=12).map(tuple),
+        max_tokens=st.integers(1, 8),
+        stop_tokens=st.frozensets(st.sampled_from([0, EOS])),
+        ignore_eos=st.booleans(),
+        seed=st.integers(0, 2),
+    )
+    def submit(
+        self, prompt: tuple[int, ...], max_tokens: int, stop_tokens: frozenset[int], ignore_eos: bool, seed: int
+    ) -> None:
+        request = Request(f"r{len(self.tales)}", prompt, max_tokens, Sampling(1.0, seed), stop_tokens, ignore_eos)
+        self.scheduler.submit(request, self.tick())
+        tale = self.tales[request.request_id] = Tale(request, self.now)
+        self.waiting.append(tale)
+
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(["unknown", *self.tales]))
+        was_open = request_id in self.tales and self.tales[request_id].end is None
+        events = self.scheduler.cancel(request_id, self.tick())
+        assert len(events) == was_open
+        self.hear(events)
+        if was_open:
+            self.leave(self.tales[request_id], FinishReason.CANCELLED)
+
+    @rule(data=st.data(), kept=st.integers(1, 8))
+    def finish(self, data: st.DataObject, kept: int) -> None:
+        request_id = data.draw(st.sampled_from(["unknown", *self.tales]))
+        was_open = request_id in self.tales and self.tales[request_id].end is None
+        events = self.scheduler.finish(request_id, kept, self.tick())
+        assert len(events) == was_open
+        self.hear(events)
+        if was_open:
+            tale = self.tales[request_id]
+            self.leave(tale, FinishReason.STOP, completed=min(kept, len(tale.generated)))
+
+    def leave(self, tale: Tale, reason: FinishReason, completed: int | None = None) -> None:
+        """The model's half of an end that `hear` has noted."""
+        assert tale.end is not None
+        assert tale.end.reason is reason
+        usage = tale.end.usage
+        assert usage.prompt_tokens == len(tale.request.prompt)
+        assert usage.cached_tokens == 0
+        assert usage.completion_tokens == (len(tale.told) + tale.eos_drawn if completed is None else completed)
+        assert {count.source: count for count in usage.drafts} == by_position(tale.drafts)
+        assert (tale.end.error is not None) == (reason is FinishReason.ERROR)
+        self.check_timing(tale, tale.end)
+        if tale in self.waiting:
+            self.waiting.remove(tale)
+            return
+        self.lanes.remove(tale)
+        self.left.append(tale)
+
+    def check_timing(self, tale: Tale, end: Finished) -> None:
+        gates = end.timing
+        assert (gates.submitted, gates.finished) == (tale.submitted, self.now)
+        assert (gates.admitted is None) == (tale in self.waiting)
+        assert (gates.first_token is None) == (not tale.generated and not tale.eos_drawn)
+        passed = [gate for gate in (gates.submitted, gates.admitted, gates.first_token, gates.finished) if gate]
+        assert passed == sorted(passed)
+
+    def hear(self, events: Sequence[Event]) -> None:
+        """Rule 9 for every event there ever is, and rules 2, 3 and 11 with it."""
+        for event in events:
+            tale = self.tales[event.request_id]
+            assert tale.end is None, "an event after the terminal one"
+            if isinstance(event, Finished):
+                tale.end = event
+                continue
+            assert event.tokens
+            tale.told += event.tokens
+            assert len(tale.told) <= tale.request.max_tokens
+            assert not set(event.tokens) & tale.stop_tokens
+
+    # ---- rounds ---------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.flying is None)
+    @rule(data=st.data())
+    def plan(self, data: st.DataObject) -> None:
+        planned = self.scheduler.plan(self.tick())
+        free = self.limits.max_lanes - len(self.lanes)
+        self.lanes += self.waiting[:free]
+        self.waiting = self.waiting[free:]
+        if planned is None:
+            assert not self.lanes
+            return
+        assert not planned.ahead
+        self.check_round(planned)
+        self.flying = tuple(self.drafted(window, data) for window in planned.windows)
+        assert sum(window.rows for window in self.flying) <= self.limits.round_rows
+        self.check_kind(self.flying)
+
+    def check_round(self, planned: Round) -> None:
+        ids = [window.request_id for window in planned.windows]
+        assert len(set(ids)) == len(ids), "one window per lane"
+        rows = sum(window.rows + window.budget for window in planned.windows)
+        assert 0 < rows <= self.limits.round_rows
+        for window in planned.windows:
+            self.check_window(window, self.tales[window.request_id])
+        by_id = {window.request_id: window for window in planned.windows}
+        decoding = [tale.request.request_id for tale in self.lanes if tale.decodes]
+        assert [window.request_id for window in planned.windows if window.samples] == decoding
+        fed = [
+            by_id[tale.request.request_id].rows if tale.request.request_id in by_id else 0
+            for tale in self.lanes
+            if not tale.decodes
+        ]
+        wanted = [len(tale.text) - 1 - tale.cached for tale in self.lanes if not tale.decodes]
+        if fed != wanted:
+            assert rows == self.limits.round_rows, "prefill takes all that is left"
+            whole = [have == want for have, want in zip(fed, wanted, strict=True)]
+            first_short = whole.index(False)
+            assert not any(fed[first_short + 1 :]), "first come, first served"
+        assert not wanted or any(fed), "prefill never starves"
+
+    def check_window(self, window: Window, tale: Tale) -> None:
+        assert tale in self.lanes
+        if tale.slot is None:
+            tale.slot = window.slot
+        assert window.slot == tale.slot, "a lane stays in its slot"
+        assert window.start == tale.cached
+        assert window.tokens == tuple(tale.text[window.start : window.end])
+        assert window.sampling == tale.request.sampling
+        assert window.end <= window.reach <= len(tale.text) + 1
+        assert not window.carried
+        assert window.draft == ()
+        if window.samples:
+            assert tale.decodes
+            assert window.tokens == (tale.text[-1],)
+            assert 0 <= window.budget <= min(self.limits.draft_tokens, tale.remaining - 1)
+        else:
+            assert window.tokens
+            assert window.budget == 0
+            assert window.end <= len(tale.text) - 1, "the last token heads a decode window"
+
+    def drafted(self, window: Window, data: st.DataObject) -> Window:
+        draft = tuple(data.draw(st.lists(TOKENS, max_size=window.budget))) if window.budget else ()
+        source = data.draw(st.sampled_from(SOURCES)) if draft else ""
+        return msgspec.structs.replace(window, draft=draft, source=source)
+
+    def check_kind(self, windows: tuple[Window, ...]) -> None:
+        samples = {window.samples for window in windows}
+        kind = {frozenset({True}): "decode", frozenset({False}): "prefill"}.get(frozenset(samples), "mixed")
+        assert Round(windows).kind == kind
+
+    @precondition(lambda self: self.flying is not None and self.ahead is None)
+    @rule()
+    def plan_ahead(self) -> None:
+        assert self.flying is not None
+        planned = self.scheduler.plan_ahead(Round(self.flying))
+        aboard = {window.request_id for window in self.flying if window.samples}
+        going_on = [tale for tale in self.lanes if tale.remaining > 1]
+        allowed = (
+            self.limits.draft_tokens == 0
+            and all(window.samples for window in self.flying)
+            and all(tale.request.request_id in aboard for tale in self.lanes)
+            and not (self.waiting and len(self.lanes) < self.limits.max_lanes)
+            and bool(going_on)
+        )
+        assert (planned is not None) == allowed
+        if planned is None:
+            return
+        assert planned.ahead
+        for window, tale in zip(planned.windows, going_on, strict=True):
+            assert (window.request_id, window.slot) == (tale.request.request_id, tale.slot)
+            assert (window.start, window.tokens, window.carried) == (tale.cached + 1, (), True)
+            assert (window.samples, window.draft, window.budget) == (True, (), 0)
+            assert (window.real, window.rows, window.end) == (1, 1, tale.cached + 2)
+            assert window.sampling == tale.request.sampling
+            assert window.reach >= window.end
+        self.ahead = planned.windows
+
+    @precondition(lambda self: self.flying is not None)
+    @rule(data=st.data())
+    def land(self, data: st.DataObject) -> None:
+        assert self.flying is not None
+        windows, self.flying, self.ahead = self.flying, self.ahead, None
+        results = []
+        expected: list[tuple[str, tuple[int, ...], FinishReason | None]] = []
+        for window in windows:
+            tale = self.tales[window.request_id]
+            assert self.scheduler.serves(window) == (tale in self.lanes)
+            if tale not in self.lanes:
+                continue
+            assert window.start == tale.cached
+            results.append(self.walk(window, tale, data, expected))
+        events = self.scheduler.commit(results, self.tick())
+        self.hear(events)
+        if results:
+            self.rounds.append([result.window for result in results])
+        heard = [(event.request_id, event.tokens if isinstance(event, Tokens) else event.reason) for event in events]
+        said = [(request_id, tokens) for request_id, tokens, _ in expected if tokens]
+        ended = [(request_id, end) for request_id, _, end in expected if end]
+        assert [pair for pair in heard if isinstance(pair[1], tuple)] == said
+        assert [pair for pair in heard if not isinstance(pair[1], tuple)] == ended
+        for request_id, end in ended:
+            assert end is not None
+            self.leave(self.tales[request_id], end)
+
+    def walk(
+        self,
+        window: Window,
+        tale: Tale,
+        data: st.DataObject,
+        expected: list[tuple[str, tuple[int, ...], FinishReason | None]],
+    ) -> LaneResult:
+        """Draw for one window, and take its tokens into the model."""
+        if not window.samples:
+            tale.cached = window.end
+            return LaneResult(window, None, window.end)
+        right = data.draw(st.integers(0, len(window.draft)))
+        drawn = (*window.draft[:right], *(data.draw(TOKENS) for _ in range(len(window.draft) + 1 - right)))
+        walk = self.scheduler.accept(window, drawn)
+        assert walk == replay(window.draft, drawn, tale.stop_tokens, tale.remaining)
+        tale.generated += walk.emitted
+        tale.eos_drawn = walk.ended_by_token
+        tale.cached = window.start + window.real + walk.accepted
+        assert walk.end is not None or tale.decodes, "cached == len(tokens) - 1 while decoding"
+        if window.draft:
+            tale.drafts.append((window.source, len(window.draft), walk.accepted))
+            self.drafts.append(tale.drafts[-1])
+        expected.append((window.request_id, walk.emitted, walk.end))
+        return LaneResult(window, walk, tale.cached)
+
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        """A forward raised: its lanes end, and everybody else starts again from nothing cached."""
+        aboard = [window.request_id for window in [*(self.flying or ()), *(self.ahead or ())]]
+        if not aboard and self.lanes:
+            aboard = data.draw(st.lists(st.sampled_from([tale.request.request_id for tale in self.lanes]), unique=True))
+        hit = [tale for request_id in dict.fromkeys(aboard) if (tale := self.tales[request_id]) in self.lanes]
+        self.flying = self.ahead = None
+        events = self.scheduler.fail(dict.fromkeys(aboard), "boom", self.tick())
+        assert [event.request_id for event in events] == [tale.request.request_id for tale in hit]
+        self.hear(events)
+        for tale in hit:
+            self.leave(tale, FinishReason.ERROR)
+        for tale in self.lanes:
+            tale.cached = 0
+
+    @rule()
+    def collect_departures(self) -> None:
+        """Rule 22: each lane that left is told once, in order, with the slot that it had."""
+        for departure, tale in zip(self.scheduler.departures(), self.left, strict=True):
+            assert departure.request_id == tale.request.request_id
+            assert tale.slot in (departure.slot, None), "a lane that never had a window keeps its slot to itself"
+        self.left = []
+
+    # ---- at every moment ------------------------------------------------------------------------------------------
+
+    @invariant()
+    def lanes_are_few_and_have_slots_of_their_own(self) -> None:
+        slots = [tale.slot for tale in self.lanes if tale.slot is not None]
+        assert len(self.lanes) <= self.limits.max_lanes
+        assert len(set(slots)) == len(slots)
+        assert set(slots) <= set(range(self.limits.max_lanes))
+
+    @invariant()
+    def texts_are_the_prompt_and_what_was_delivered(self) -> None:
+        for tale in self.lanes:
+            assert list(self.scheduler.tokens(tale.request.request_id)) == tale.text
+            assert tale.told == tale.generated
+
+    @invariant()
+    def stats_add_up(self) -> None:
+        stats = self.scheduler.stats()
+        assert (stats.running, stats.waiting) == (len(self.lanes), len(self.waiting))
+        assert self.scheduler.idle == (not self.lanes and not self.waiting)
+        kinds = [Round(tuple(windows)).kind for windows in self.rounds]
+        assert stats.rounds == {kind: kinds.count(kind) for kind in ("prefill", "decode", "mixed")}
+        assert stats.lanes_per_round.total == sum(len(windows) for windows in self.rounds)
+        assert stats.rows_per_round.total == sum(window.rows for windows in self.rounds for window in windows)
+        assert sum(stats.lanes_per_round.counts) == sum(stats.rows_per_round.counts) == len(self.rounds)
+        told = {draft.source: DraftCount(draft.source, *msgspec.structs.astuple(draft)[1:]) for draft in stats.drafts}
+        assert told == by_position(self.drafts)
+
+    def teardown(self) -> None:
+        """However it stands: let everything end, and see that nothing is left and every request ended once."""
+        if not hasattr(self, "limits"):
+            return
+        self.flying = self.ahead = None
+        for request_id in list(self.tales):
+            self.hear(self.scheduler.cancel(request_id, self.tick()))
+            if (tale := self.tales[request_id]) in self.lanes or tale in self.waiting:
+                self.leave(tale, FinishReason.CANCELLED)
+        assert self.scheduler.idle
+        assert self.scheduler.plan(self.tick()) is None
+        assert all(tale.end is not None for tale in self.tales.values())
+        self.collect_departures()
+        assert self.scheduler.departures() == []
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=300, stateful_step_count=40)
