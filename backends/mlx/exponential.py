@@ -36,7 +36,7 @@ def exp2(power: mx.array) -> mx.array:
 
 
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
-    """silu(gate) * up, float32, any shape."""
+    """silu(gate) * up, float32, any shape; what silu rounds to zero comes out below 1e-30 for gates down to -1e6."""
     power = mx.clip(gate * -_LOG2_E, _LOWEST, -_LOWEST)
     return (gate * up) / (exp2(power) + 1.0)
 

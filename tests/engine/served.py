@@ -82,6 +82,18 @@ class Prophet:
         self.forgotten.append(request_id)
 
 
+class Overeager:
+    """A `DraftSource` that always has a guess, and a longer one than it was asked for."""
+
+    name = "overeager"
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[tuple[int, ...]]:
+        return [(ask.tokens[-1],) * (ask.budget + 3) for ask in asks]
+
+    def forget(self, request_id: str) -> None:
+        """Remembers nothing."""
+
+
 @dataclass(frozen=True)
 class Forward:
     """A verify forward that was started."""
@@ -94,6 +106,16 @@ class Forward:
     @property
     def request_ids(self) -> set[str]:
         return {window.request_id for window in self.windows}
+
+
+def agreement(window: Window, text: Sequence[int]) -> int:
+    """How many of a window's drafts are what plain decoding draws."""
+    agreed = 0
+    for drafted, token in zip(window.draft, text[window.start + window.real :], strict=False):
+        if drafted != token:
+            break
+        agreed += 1
+    return agreed
 
 
 class WatchedFlight:
@@ -122,6 +144,8 @@ class Watched:
         self.fail_keep: set[int] = set()
         """Which forwards raise, and which calls of `keep`, counted from 0."""
         self.keeps = 0
+        self._landing: dict[int, Window] = {}
+        """What was read last, by slot."""
         self.forwards: list[Forward] = []
         self.log: list[str] = []
         self.failed: list[int] = []
@@ -146,6 +170,7 @@ class Watched:
 
     def _on_read(self, number: int) -> None:
         self.log.append(f"read {number}")
+        self._landing = {window.slot: window for window in self.forwards[number].windows}
         if number in self.fail_read:
             self.failed.append(number)
             raise RuntimeError("no more memory")
@@ -173,8 +198,11 @@ class Watched:
         if number in self.fail_keep:
             raise RuntimeError("no more memory")
         for slot, length in kept.items():
-            if self._cached(slot)[:length] != self.texts[self.holders[slot]][:length]:
-                self.faults.append(f"{self.holders[slot]} keeps what is not its text up to {length}")
+            window, text = self._landing[slot], self.texts[self.holders[slot]]
+            if self._cached(slot)[:length] != text[:length]:
+                self.faults.append(f"{window.request_id} keeps what is not its text up to {length}")
+            if length != window.start + window.real + agreement(window, text):
+                self.faults.append(f"{window.request_id} keeps {length}, not its real tokens and the accepted drafts")
         return self.model.keep(kept)
 
     def release(self, slot: int) -> None:
@@ -284,8 +312,12 @@ class Mail:
 
 
 def sources_named(names: str, texts: Mapping[str, tuple[int, ...]], seed: int) -> list[DraftSource]:
-    """`lookup`, `prophet`, both with a `+` between them in the order of the ladder, or none."""
-    made: dict[str, DraftSource] = {"lookup": PromptLookup(), "prophet": Prophet(texts, seed)}
+    """Names of sources with a `+` between them, in the order of the ladder; empty for none."""
+    made: dict[str, DraftSource] = {
+        "lookup": PromptLookup(),
+        "prophet": Prophet(texts, seed),
+        "overeager": Overeager(),
+    }
     return [made[name] for name in names.split("+") if name]
 
 

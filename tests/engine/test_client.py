@@ -165,6 +165,25 @@ async def test_leaving_an_ended_generation_spares_a_newcomer_of_the_same_id(desk
 
 
 @on_a_loop
+async def test_it_is_empty_when_the_last_one_ended_or_left(desk: Desk) -> None:
+    await desk.client.emptied()
+    one, two = desk.client.submit(request("a")), desk.client.submit(request("b"))
+    waiting = asyncio.ensure_future(desk.client.emptied())
+    desk.client.deliver([finished("a")])
+    desk.client.leave(one)
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    desk.client.leave(two)
+    await waiting
+    desk.client.submit(request("c"))
+    again = asyncio.ensure_future(desk.client.emptied())
+    await asyncio.sleep(0)
+    assert not again.done()
+    desk.client.fail_all("over")
+    await again
+
+
+@on_a_loop
 async def test_cancel_all_asks_and_each_still_gets_its_end(desk: Desk) -> None:
     generations = [desk.client.submit(request(name)) for name in "abc"]
     desk.client.deliver([finished("b")])

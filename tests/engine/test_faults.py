@@ -198,6 +198,15 @@ def test_it_may_happen_again_and_again() -> None:
 
 
 @pytest.mark.parametrize("failure", ["fail_verify", "fail_read"])
+def test_a_cancel_that_came_before_the_failed_forward_is_not_lost_with_it(failure: str) -> None:
+    run = serve(party(2, goes=Leave(4)), EngineConfig(2, 40, 2), "", **{failure: [2]})
+    assert run.end("r0") in run.steps[2].events
+    assert run.end("r0").reason is FinishReason.CANCELLED
+    assert run.end("r1") in run.steps[2].events
+    assert run.end("r1").reason is FinishReason.ERROR
+
+
+@pytest.mark.parametrize("failure", ["fail_verify", "fail_read"])
 def test_rule_12_a_cancel_that_came_during_the_forward_outranks_its_failure(failure: str) -> None:
     run = serve(party(2, goes=Leave(1)), EngineConfig(2, 40, 2), "", **{failure: [0]})
     assert run.end("r0").reason is FinishReason.CANCELLED

@@ -13,7 +13,7 @@ from backends.fake import EOS
 from engine.config import EngineConfig
 from scheduler.events import Finished, Tokens
 from scheduler.request import FinishReason, Request, Sampling
-from tests.engine.served import Guest, Leave, Served, StopString, decode, serve
+from tests.engine.served import Guest, Leave, Served, StopString, agreement, decode, serve
 
 STOPS = frozenset({EOS})
 TOKEN = st.integers(0, 255)
@@ -206,6 +206,9 @@ def test_rule_22_whatever_happens_each_lane_is_released_once(run: Served) -> Non
     assert max(Counter(run.backend.opened).values(), default=1) == 1
     assert run.backend.holders == {}
     assert run.backend.model.lanes == {}
+    assert sum(entry.startswith("read") for entry in run.backend.log) == len(run.backend.forwards), (
+        "none is left flying"
+    )
     assert run.stats is not None
     assert (run.stats.running, run.stats.waiting) == (0, 0)
     for prophet in run.prophets:
@@ -240,8 +243,7 @@ def test_rule_16_one_round_accepts_none_some_and_all(sources: str) -> None:
     for forward in run.backend.forwards:
         here = set()
         for window in forward.windows:
-            text = run.backend.texts[window.request_id][window.start + window.real :]
-            agreed = next((at for at, token in enumerate(window.draft) if text[at] != token), len(window.draft))
+            agreed = agreement(window, run.backend.texts[window.request_id])
             if window.draft:
                 here.add("none" if agreed == 0 else "all" if agreed == len(window.draft) else "some")
         kinds.add(frozenset(here))
@@ -267,8 +269,7 @@ def test_rule_2_an_eos_ends_lanes_as_an_accepted_draft_too() -> None:
     for forward in run.backend.forwards:
         for window in forward.windows:
             text = run.backend.texts[window.request_id]
-            rest = text[window.start + window.real :]
-            if EOS in window.draft and window.draft[: window.draft.index(EOS) + 1] == rest[: len(window.draft)]:
+            if window.draft and window.start + window.real + agreement(window, text) == len(text):
                 ended_by_draft.add(window.request_id)
     assert ended_by_draft
     for guest in guests:
@@ -276,6 +277,25 @@ def test_rule_2_an_eos_ends_lanes_as_an_accepted_draft_too() -> None:
         plain = decode(guest.request)
         assert plain.reason is FinishReason.STOP
         assert (run.tokens(name), run.end(name).usage.completion_tokens) == (plain.tokens, plain.completion_tokens)
+
+
+# ---- the ladder of sources -------------------------------------------------------------------------------------------
+
+
+def test_a_source_that_drafts_more_than_it_may_is_cut() -> None:
+    run = serve(crowd_of(6, 60), EngineConfig(6, 16, 4), "overeager")
+    assert run.backend.faults == []
+    assert max(sum(window.rows for window in forward.windows) for forward in run.backend.forwards) <= 16
+    assert all(run.tokens(name) == decode(guest.request).tokens for name, guest in run.guests.items())
+
+
+@pytest.mark.parametrize(
+    ("ladder", "heard"), [("overeager+prophet", {"overeager"}), ("lookup+prophet", {"lookup", "prophet"})]
+)
+def test_a_source_is_asked_only_where_those_before_it_had_no_guess(ladder: str, heard: set[str]) -> None:
+    run = serve(crowd_of(6, 60), EngineConfig(6, 64, 4), ladder)
+    assert run.stats is not None
+    assert {counter.source.removeprefix("prompt_") for counter in run.stats.drafts} == heard
 
 
 # ---- pipelined rounds ------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Many requests through the real loop and a tiny or real model, and what each of them must get: alone, in mlx-lm."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -11,6 +12,7 @@ from mlx_lm.generate import generate_step
 from backends.base import Flight, ModelInfo
 from backends.mlx.backend import MLXBackend, MLXFlight
 from backends.mlx.build import layer_shapes, paths
+from backends.mlx.runtime import load_blas, set_blas_threads
 from backends.mlx.verify import Forward, PackedForward, PaddedForward
 from backends.noise import gumbel, row_key, token_hash
 from engine.config import EngineConfig
@@ -23,6 +25,7 @@ from scheduler.round import Window
 from scheduler.stats import Stats
 from tests.backends.mlx.windows import GREEDY
 
+MOST_STEPS = 2000
 NEAR_TIE = 1e-3
 """Two scores this close may come out either way (float32; the shape of a product moves them)."""
 
@@ -205,6 +208,7 @@ def serve(
             else:
                 finished[event.request_id] = event
         steps += 1
+        assert steps < MOST_STEPS, "the loop makes no progress"
     assert forward.buffers() == [], "lanes left behind"
     return Served(tokens, finished, tuple(backend.rounds), loop.stats())
 
@@ -246,3 +250,17 @@ def prompt_of(seed: int, length: int, vocabulary: int) -> tuple[int, ...]:
 
 def greedy(request_id: str, prompt: Sequence[int], max_tokens: int) -> Request:
     return Request(request_id, tuple(prompt), max_tokens, GREEDY)
+
+
+@contextmanager
+def one_blas_thread() -> Iterator[None]:
+    """Products on one thread: several wait for each other, ten times as long where other work keeps the cores."""
+    blas = load_blas("auto")
+    if blas.threads is None:
+        yield
+        return
+    set_blas_threads(1)
+    try:
+        yield
+    finally:
+        set_blas_threads(blas.threads)

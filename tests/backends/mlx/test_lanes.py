@@ -17,11 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
+from backends.mlx.backend import MLXBackend
 from engine.config import EngineConfig
 from engine.messages import Cancel, Finish, Submit
 from scheduler.request import FinishReason, Request, Sampling
 from tests.backends.mlx.random_models import VOCABULARY, random_model
 from tests.backends.mlx.serving import (
+    INFO,
     Agreement,
     Arrival,
     OracleDrafts,
@@ -29,6 +31,7 @@ from tests.backends.mlx.serving import (
     Solo,
     both_paths,
     greedy,
+    one_blas_thread,
     prompt_of,
     serve,
     solo,
@@ -55,6 +58,12 @@ def paths(kind: str) -> Paths:
 @cache
 def alone(kind: str, request: Request) -> Solo:
     return solo(reference(kind), request)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _calm() -> Iterator[None]:
+    with one_blas_thread():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -287,3 +296,25 @@ def test_a_stop_token_seen_one_round_late_is_not_felt_by_the_next_lane_in_the_se
     assert served.finished[ended.request_id].reason is FinishReason.STOP
     for request in others:
         agreement.check(request, served.tokens[request.request_id], alone("llama", request))
+
+
+@each_path
+def test_a_carried_window_feeds_on_its_lanes_newest_draw(path: str) -> None:
+    """Behind drafts of different lengths, all accepted, and with the lanes in another order than before."""
+    requests = crossing("llama")[:2]
+    answers = [alone("llama", each).tokens for each in requests]
+    forward = paths("llama")[path]
+    backend = MLXBackend(INFO, forward)
+    backend.verify([chunk(lane, each.prompt[:-1]) for lane, each in enumerate(requests)]).read()
+    drafted = [decode(lane, each.prompt, answers[lane][: 2 + lane]) for lane, each in enumerate(requests)]
+    first = backend.verify(drafted)
+    carried = [
+        msgspec.structs.replace(
+            decode(window.slot, (1,)), start=window.end, tokens=(), reach=window.end + 2, carried=True
+        )
+        for window in reversed(drafted)
+    ]
+    second = backend.verify(carried, first)
+    assert first.read() == [list(answers[lane][: 3 + lane]) for lane in range(2)]
+    assert second.read() == [[answers[lane][3 + lane]] for lane in (1, 0)]
+    forward.reset()

@@ -30,7 +30,7 @@ def rounds(draw: Any, *, together: bool) -> Placed:
     for slot in draw(st.sets(st.sampled_from(slots), max_size=len(slots) - 1)):
         groups.leave(slot)
         del lanes[slot]
-    served = draw(st.lists(st.sampled_from(sorted(lanes)), min_size=1, unique=True))
+    served = draw(st.permutations(sorted(lanes)))[: draw(st.sampled_from([1, 2, 3, 9, 9]))]
     windows = tuple(window_of(slot, *lanes[slot]) for slot in served)
     return Placed(windows, groups, {slot: start for slot, (start, _) in lanes.items()})
 
@@ -149,3 +149,14 @@ def test_one_long_lane_does_not_lengthen_its_neighbours() -> None:
     placed = seated_alike([20, 3000, 40], 1)
     layout = packed_layout(placed.windows, placed.groups)
     assert sorted((rectangle.lanes, rectangle.length) for rectangle in layout.rectangles) == [(1, 3001), (2, 41)]
+
+
+def test_padded_lanes_follow_their_rows_in_whatever_order_they_are_planned() -> None:
+    """The first and the last may stand right while those between do not."""
+    groups = LaneGroups(together=True)
+    groups.place(dict.fromkeys(range(4), (10, 9)))
+    windows = tuple(window_of(slot, 9, 1) for slot in (0, 2, 1, 3))
+    layout = padded_layout(windows, groups)
+    assert (layout.order, layout.row, layout.rows) == ((0, 2, 1, 3), 0, None)
+    _, seen = see_padded(layout, Placed(windows, groups, dict.fromkeys(range(4), 9)))
+    assert [lane[0][0] for lane in seen] == [(slot, 0) for slot in range(4)]

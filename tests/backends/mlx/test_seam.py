@@ -28,54 +28,31 @@ each_path = pytest.mark.parametrize("path", ["packed", "padded"])
 class CountingHead(nn.Module):
     """An own head that notes how many rows it computes."""
 
-    def __init__(self, head: nn.Module) -> None:
+    def __init__(self, compute: Callable[[mx.array], mx.array], rows: list[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.head = head
-        self._counts: dict[str, list[int]] = {"rows": []}
-
-    @property
-    def rows(self) -> list[int]:
-        return self._counts["rows"]
+        self._compute = compute
+        self._note = rows.append
 
     def __call__(self, hidden: mx.array) -> mx.array:
-        self.rows.append(hidden.size // hidden.shape[-1])
-        logits: mx.array = self.head(hidden)
-        return logits
+        self._note(hidden.size // hidden.shape[-1])
+        return self._compute(hidden)
 
 
-class CountingEmbedding(nn.Embedding):
-    """A tied head that notes how many rows it computes."""
-
-    def __init__(self, weight: mx.array) -> None:
-        super().__init__(*weight.shape)
-        self.weight = weight
-        self._counts: dict[str, list[int]] = {"rows": []}
-
-    @property
-    def rows(self) -> list[int]:
-        return self._counts["rows"]
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        self.rows.append(x.size // x.shape[-1])
-        logits: mx.array = super().as_linear(x)  # type: ignore[no-untyped-call]
-        return logits
-
-
-def counting(tied: bool) -> tuple[Paths, list[int]]:
+def counting(head: str) -> tuple[Paths, list[int]]:
     """A llama with a head that counts, and the counts."""
-    model = random_model("llama", tie_word_embeddings=tied)
-    if tied:
-        embedding = CountingEmbedding(model.model.embed_tokens.weight)
-        model.model.embed_tokens = embedding
-        return both_paths(model), embedding.rows
-    model.lm_head = CountingHead(model.lm_head)
-    return both_paths(model), model.lm_head.head.rows
+    model, rows = headed(head), list[int]()
+    if head == "own":
+        model.lm_head = CountingHead(model.lm_head, rows)
+    else:
+        embedding = model.model.embed_tokens
+        embedding.as_linear = CountingHead(embedding.as_linear, rows).__call__
+    return both_paths(model), rows
 
 
 @each_path
-@pytest.mark.parametrize("tied", [False, True])
-def test_only_sampled_rows_reach_the_head(path: str, tied: bool) -> None:
-    paths, rows = counting(tied)
+@pytest.mark.parametrize("head", ["own", "tied", "quantized"])
+def test_only_sampled_rows_reach_the_head(path: str, head: str) -> None:
+    paths, rows = counting(head)
     forward = paths[path]
     forward.run([chunk(lane, prompt[:-1]) for lane, prompt in enumerate(PROMPTS[:3])], None)
     rows.clear()
@@ -148,7 +125,7 @@ def test_a_head_with_the_seam_gives_others_all_rows(tied: bool) -> None:
 
 @each_path
 def test_after_a_round_others_get_all_rows_again(path: str) -> None:
-    paths, _ = counting(tied=False)
+    paths, _ = counting("own")
     before = paths.model(mx.array([PROMPTS[1]]))
     paths[path].run([chunk(0, PROMPTS[0])], None)
     paths[path].run([decode(0, PROMPTS[0], (1, 2)), chunk(1, PROMPTS[1])], None)

@@ -13,7 +13,17 @@ from backends.mlx.load import load
 from backends.mlx.verify import Forward, PackedForward
 from engine.config import EngineConfig
 from scheduler.request import Request, Sampling
-from tests.backends.mlx.serving import Agreement, OracleDrafts, Solo, both_paths, greedy, serve, solo, submissions
+from tests.backends.mlx.serving import (
+    Agreement,
+    OracleDrafts,
+    Solo,
+    both_paths,
+    greedy,
+    one_blas_thread,
+    serve,
+    solo,
+    submissions,
+)
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]
 
@@ -28,7 +38,7 @@ OWN_PROMPTS = [
     "Continue: Once upon a time there was a lighthouse keeper who",
     "Correct the grammar: he don't knows where them books is.",
 ]
-LANES, TOKENS, VOCABULARY = 8, 24, 49152
+LANES, TOKENS, VOCABULARY = 7, 20, 49152
 each_path = pytest.mark.parametrize("path", ["packed", "padded"])
 
 
@@ -42,7 +52,7 @@ class Served:
             greedy(f"real-{place}", prompt, TOKENS) for place, prompt in enumerate(_prompts(load_tokenizer(folder)))
         ]
         warm = [Sampling(0.8, seed=11), Sampling(1.2, seed=12), Sampling(0.8, seed=11, choice=1)]
-        self.warm = [Request(f"warm-{place}", self.requests[0].prompt, 16, each) for place, each in enumerate(warm)]
+        self.warm = [Request(f"warm-{place}", self.requests[0].prompt, 12, each) for place, each in enumerate(warm)]
         self.alone = {each.request_id: solo(self.model, each) for each in [*self.requests, *self.warm]}
         self.paths: dict[str, Forward] = {
             "packed": build_forward(self.model, VOCABULARY, "smollm2"),
@@ -55,12 +65,12 @@ class Served:
 
 
 def _prompts(tokenizer: Any) -> list[list[int]]:
-    """Eight prompts of 20 to 260 tokens, chat template included; the last two come near and over a capacity class."""
+    """Seven prompts of 20 to 265 tokens, chat template included; the last two come near and over a capacity class."""
     texts = OWN_PROMPTS
     if SHARED_PROMPTS.exists():
         lines = [json.loads(line) for line in SHARED_PROMPTS.read_text().splitlines()]
         texts = [line["turns"][0] for line in lines[:: len(lines) // LANES]][:LANES]
-    chats = [cast(list[int], _chat(tokenizer, text))[-150:] for text in texts]
+    chats = [cast(list[int], _chat(tokenizer, text))[-100:] for text in texts]
     long = [token for chat in chats for token in chat]
     return [*chats[: LANES - 2], long[:242], long[-265:]]
 
@@ -71,8 +81,9 @@ def _chat(tokenizer: Any, text: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def served(smollm2: Path) -> Served:
-    return Served(smollm2)
+def served(smollm2: Path) -> Iterator[Served]:
+    with one_blas_thread():
+        yield Served(smollm2)
 
 
 @pytest.fixture(scope="module")
