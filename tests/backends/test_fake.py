@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from backends.fake import EOS, FakeBackend
+from backends.noise import gumbel, row_key, token_hash
 from scheduler.request import Sampling
 from scheduler.round import Window
 
@@ -154,6 +156,25 @@ def test_rule_7_seed_choice_and_position_each_make_a_difference() -> None:
     assert len(set(drawn)) == 3
 
 
+@given(text=TEXT, seed=st.integers(0, 2**64 - 1), choice=st.integers(0, 9))
+def test_rule_7_a_hot_draw_is_the_keyed_noise_at_its_absolute_position(
+    text: tuple[int, ...], seed: int, choice: int
+) -> None:
+    """So hot that the logits no longer matter: what is left is the noise of the position that the token will have."""
+    vocabulary = np.arange(FakeBackend().info.vocab_size, dtype=np.uint32)
+    expected = [
+        int(np.argmax(gumbel(token_hash(row_key(seed, choice, position + 1), vocabulary))))
+        for position in range(len(text))
+    ]
+    assert next_draws(text, Sampling(1e9, seed, choice)) == expected
+
+
+@pytest.mark.parametrize("temperature", [0.3, 0.5, 1.0])
+def test_every_temperature_above_zero_is_warm(temperature: float) -> None:
+    text = [9] * 60
+    assert next_draws(text, Sampling(temperature, 1)) != next_draws(text, Sampling(temperature, 2))
+
+
 def test_cold_draws_ignore_the_seed() -> None:
     text = [9] * 30
     assert next_draws(text, Sampling(0.0, 1, 2)) == next_draws(text, Sampling(0.0, 3, 4))
@@ -172,16 +193,24 @@ def test_the_text_ends_now_and_then_and_lookup_finds_something_in_it() -> None:
 # ---- slots and flights -----------------------------------------------------------------------------------------------
 
 
-@given(text=TEXT, sampling=SAMPLINGS)
-def test_a_carried_window_feeds_the_newest_draw_of_its_slot(text: tuple[int, ...], sampling: Sampling) -> None:
+@given(texts=st.tuples(TEXT, TEXT), slots=st.permutations(range(4)), sampling=SAMPLINGS)
+def test_a_carried_window_feeds_the_newest_draw_of_its_slot(
+    texts: tuple[tuple[int, ...], ...], slots: list[int], sampling: Sampling
+) -> None:
     backend = FakeBackend()
-    first = backend.verify([window((3,), slot=1), window(text, sampling=sampling)])
-    ahead = backend.verify([window((), len(text), sampling=sampling, carried=True)], first)
-    last = next_draws(text, sampling)[-1]
-    assert ahead.read() == [next_draws((*text, last), sampling)[-1:]]
-    further = backend.verify([window((), len(text) + 1, sampling=sampling, carried=True)], ahead)
-    assert backend.lanes[0].tokens == [*text, last, *ahead.read()[0]]
-    assert len(further.read()[0]) == 1
+    lanes = dict(zip(slots, texts, strict=False))
+    flight = backend.verify([window(text, slot=slot, sampling=sampling) for slot, text in lanes.items()])
+    for ahead in range(3):
+        lanes = {slot: (*text, next_draws(text, sampling)[-1]) for slot, text in lanes.items()}
+        carried = [
+            window((), len(text) - 1, slot=slot, sampling=sampling, carried=True) for slot, text in lanes.items()
+        ]
+        if ahead:
+            carried.reverse()
+        flight = backend.verify(carried, flight)
+        expected = {slot: next_draws(text, sampling)[-1:] for slot, text in lanes.items()}
+        assert flight.read() == [expected[window.slot] for window in carried]
+        assert {slot: tuple(lane.tokens) for slot, lane in backend.lanes.items()} == lanes
 
 
 def test_a_released_slot_starts_from_nothing() -> None:

@@ -11,7 +11,8 @@ from backends.base import Backend, Flight
 from backends.fake import EOS, FakeFlight
 from engine.client import Generation
 from engine.config import EngineConfig
-from engine.thread import Engine, EngineState
+from engine.messages import Cancel
+from engine.thread import Engine, EngineState, Mailbox
 from scheduler.events import Finished, Tokens
 from scheduler.request import FinishReason, Request, Sampling
 from scheduler.round import Window
@@ -146,6 +147,38 @@ async def test_the_backend_is_touched_by_one_thread_alone() -> None:
         await asyncio.gather(*(ask(engine, request(f"r{place}")) for place in range(6)))
     assert len(touched) == 1
     assert threading.get_ident() not in touched
+
+
+# ---- the mailbox -----------------------------------------------------------------------------------------------------
+
+
+def test_the_mailbox_gives_every_message_once_and_in_order() -> None:
+    mailbox = Mailbox()
+    mailbox.send(Cancel("a"))
+    mailbox.send(Cancel("b"))
+    mailbox.wait()
+    assert mailbox.take() == [Cancel("a"), Cancel("b")]
+    assert mailbox.take() == []
+
+
+def test_a_message_wakes_who_waits() -> None:
+    mailbox = Mailbox()
+    mailbox.send(Cancel("a"))
+    mailbox.take()
+    sender = threading.Thread(target=mailbox.send, args=(Cancel("b"),))
+    sender.start()
+    mailbox.wait()
+    assert mailbox.take() == [Cancel("b")]
+    sender.join()
+
+
+def test_a_closed_mailbox_never_puts_anybody_to_sleep_again() -> None:
+    mailbox = Mailbox()
+    mailbox.close()
+    for _ in range(3):
+        assert mailbox.closed
+        mailbox.take()
+        mailbox.wait()
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------
