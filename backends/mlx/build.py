@@ -67,7 +67,7 @@ def build_forward(model: Module, vocabulary: int, name: str) -> Forward:
 def paths(model: Module, shapes: list[LayerShape], *, attention: Attention) -> list[Forward]:
     """The packed path where there is a seam for it, then the padded one."""
     head = install_head(model)
-    padded = PaddedForward(model, head, shapes, attention)
+    padded = PaddedForward(model, head, shapes)
     return [PackedForward(model, head, shapes, attention), padded] if install_attention(model) else [padded]
 
 

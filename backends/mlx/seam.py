@@ -1,7 +1,7 @@
 """Where mlx-lm's model code is entered: its attention function, its SwiGLU and its language-model head.
 
 `install_attention` replaces the `scaled_dot_product_attention` that a model's modules import, so that attention over a
-lane cache runs as that cache says. `install_swiglu` replaces their `swiglu` where a faster one is at hand.
+packed cache runs per rectangle. `install_swiglu` replaces their `swiglu` where a faster one is at hand.
 `install_head` lets a forward compute logits for chosen rows only. All leave calls that do not concern them as they
 were, and are installed once per model.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from backends.mlx.caches.full import PackedCache, PaddedCache
+from backends.mlx.caches.full import PackedCache
 from backends.mlx.exponential import SMALLEST_SWIGLU
 
 _ATTENTION = "scaled_dot_product_attention"
@@ -75,8 +75,6 @@ def _lane_attention(original: Callable[..., mx.array], module: str) -> Callable[
             if mask is not None or others:
                 raise ValueError(f"{module} masks attention in a way of its own, which packed rows cannot follow")
             return cache.attend(queries, scale=scale, sinks=sinks)
-        if isinstance(cache, PaddedCache) and not others:
-            return cache.attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
         if sinks is not None:
             others["sinks"] = sinks
         return original(queries, keys, values, cache=cache, scale=scale, mask=mask, **others)

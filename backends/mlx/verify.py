@@ -133,11 +133,11 @@ class PackedForward:
 class PaddedForward:
     """One right-padded `[lanes, width]` forward for the decode windows, and another for the prefill chunks."""
 
-    def __init__(self, model: nn.Module, head: HeadRows, shapes: Sequence[LayerShape], attention: Attention) -> None:
+    def __init__(self, model: nn.Module, head: HeadRows, shapes: Sequence[LayerShape]) -> None:
         self._model = model
         self._head = head
         self._store = LaneStore(shapes, together=True)
-        self._caches = [PaddedCache(layer, attention) for layer in self._store.layers]
+        self._caches = [PaddedCache(layer) for layer in self._store.layers]
 
     def run(self, windows: Sequence[Window], carried: Draws | None) -> Verified:
         """Feed the chunks in one rectangle, then all sampled windows in another."""

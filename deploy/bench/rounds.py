@@ -26,7 +26,7 @@ RAGGED = (0, 6, 1, 5, 2, 4, 3, 3)
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """The same model behind its two paths, and on the packed one with MLX's own exponentials."""
+    """The same model on the packed path, on the padded one, and on the packed one with MLX's own softmax."""
 
     packed: "Backend"
     padded: "Backend"

@@ -1,7 +1,8 @@
 """Full-attention caches as mlx-lm's model code meets them: one object per layer, in two forms over the same buffers.
 
 `PackedCache` stands behind the attention seam: every row is its own batch entry, keys go to the lanes' buffers, and
-attention runs per rectangle. `PaddedCache` serves models without the seam: one right-padded rectangle of all lanes.
+attention runs per rectangle. `PaddedCache` serves models without the seam, whose own attention code sees one
+right-padded rectangle of all lanes: mlx-lm's code as it is, which makes it the reference of the packed path too.
 """
 
 from typing import Any
@@ -77,9 +78,8 @@ def _gather(packed: mx.array, rectangle: Rectangle) -> mx.array:
 class PaddedCache:
     """What a layer sees of a padded round: keys `[lanes, kv_heads, width, dim]` in, all of its lanes' keys out."""
 
-    def __init__(self, buffers: LayerBuffers, attention: Attention) -> None:
+    def __init__(self, buffers: LayerBuffers) -> None:
         self._buffers = buffers
-        self._attention = attention
         self.layout: PaddedLayout | None = None
 
     @property
@@ -96,19 +96,6 @@ class PaddedCache:
         """Store the windows, padding included (it lies behind each lane's end), and return the lanes' buffers."""
         self._buffers.write(self._current().write, _to_rows(keys), _to_rows(values))
         return self._fetch(self._buffers.keys), self._fetch(self._buffers.values)
-
-    def attend(
-        self,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        *,
-        scale: float,
-        mask: mx.array | str | None,
-        sinks: mx.array | None,
-    ) -> mx.array:
-        """Attention over what `update_and_fetch` returned."""
-        return self._attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
     def _fetch(self, buffers: dict[int, mx.array]) -> mx.array:
         layout = self._current()
