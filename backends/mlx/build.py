@@ -20,6 +20,7 @@ from backends.mlx.check import check_lanes
 from backends.mlx.exponential import Attention
 from backends.mlx.load import Loaded, LoadError, load
 from backends.mlx.pull import Progress
+from backends.mlx.rope import install_rope
 from backends.mlx.runtime import DtypePolicy, describe_device, load_blas, set_blas_threads
 from backends.mlx.seam import install_attention, install_head, install_swiglu
 from backends.mlx.threads import BlasPace
@@ -52,7 +53,7 @@ def build_forward(model: Module, vocabulary: int, name: str) -> Forward:
     shapes = layer_shapes(model, name)
     kv_heads = max(shape.kv_heads for shape in shapes)
     reasons = []
-    for forward in paths(model, shapes, attention=_fast_attention(model)):
+    for forward in paths(model, shapes, attention=fast_attention(model)):
         try:
             check_lanes(model, forward, vocabulary=vocabulary, kv_heads=kv_heads)
         except Exception as error:  # the named boundary of a model's own code: what it cannot do is a reason to refuse
@@ -71,11 +72,14 @@ def paths(model: Module, shapes: list[LayerShape], *, attention: Attention) -> l
     return [PackedForward(model, head, shapes, attention), padded] if install_attention(model) else [padded]
 
 
-def _fast_attention(model: Module) -> Attention:
-    """MLX's own attention, unless exponentials of ours are faster here; those then serve SwiGLU too."""
+def fast_attention(model: Module) -> Attention:
+    """MLX's own attention; but where exponentials of ours are faster, they serve attention and SwiGLU, and RoPE, which
+    suffers from the same cause, is computed once a round.
+    """
     if not exponential.pays():
         return mx.fast.scaled_dot_product_attention
     install_swiglu(model, exponential.swiglu)
+    install_rope(model)
     return exponential.attention
 
 

@@ -26,11 +26,11 @@ RAGGED = (0, 6, 1, 5, 2, 4, 3, 3)
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """The same model on the packed path, on the padded one, and on the packed one with MLX's own softmax."""
+    """The same model on the packed path, on the padded one, and on the packed one with MLX's own softmax and RoPE."""
 
     packed: "Backend"
     padded: "Backend"
-    plain_exp: "Backend"
+    stock: "Backend"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +84,19 @@ def _load(reference: str) -> Bench:
     import mlx.core as mx
 
     from backends.base import ModelInfo
-    from backends.mlx import exponential
     from backends.mlx.backend import MLXBackend
-    from backends.mlx.build import layer_shapes, paths
+    from backends.mlx.build import fast_attention, layer_shapes, paths
     from backends.mlx.load import load
-    from backends.mlx.seam import install_head, install_swiglu
-    from backends.mlx.verify import PackedForward
 
-    loaded = load(reference, Path(), "auto", lambda _stage, _done, _total: None)
-    shapes = layer_shapes(loaded.model, loaded.name)
-    plain = PackedForward(loaded.model, install_head(loaded.model), shapes, mx.fast.scaled_dot_product_attention)
-    packed, padded = paths(loaded.model, shapes, attention=exponential.attention)
-    install_swiglu(loaded.model, exponential.swiglu)
-    info = ModelInfo("bench", None, loaded.vocab_size, 0, frozenset(), {}, "", 0)
-    return Bench(MLXBackend(info, packed), MLXBackend(info, padded), MLXBackend(info, plain))
+    def forwards(*, stock: bool) -> list[Backend]:
+        loaded = load(reference, Path(), "auto", lambda _stage, _done, _total: None)
+        shapes = layer_shapes(loaded.model, loaded.name)
+        attention = mx.fast.scaled_dot_product_attention if stock else fast_attention(loaded.model)
+        info = ModelInfo("bench", None, loaded.vocab_size, 0, frozenset(), {}, "", 0)
+        return [MLXBackend(info, forward) for forward in paths(loaded.model, shapes, attention=attention)]
+
+    packed, padded = forwards(stock=False)
+    return Bench(packed, padded, forwards(stock=True)[0])
 
 
 def _tokens(rows: int, seed: int = 1) -> tuple[int, ...]:
@@ -200,15 +199,41 @@ def _decode(backend: "Backend", accepted: Sequence[int], rounds_done: int = 12) 
         starts = [backend.keep({slot: length})[slot] for slot, length in enumerate(kept)]
 
 
-def _exponentials(bench: Bench) -> Case:
-    windows = [_window(slot, 0, chunk=rows) for slot, rows in enumerate((40, 60, 90, 200))]
+def _against_stock(bench: Bench, claim: str, lengths: Sequence[int], windows: Sequence[Window]) -> Case:
+    for backend in (bench.packed, bench.stock):
+        _fill(backend, lengths)
     return Case(
-        "prefill, vectorised attention softmax over MLX's",
-        4,
+        f"{claim}, over MLX's own softmax and RoPE",
+        len(windows),
         1.0,
         lambda: _verify(bench.packed, windows),
-        lambda: _verify(bench.plain_exp, windows),
+        lambda: _verify(bench.stock, windows),
     )
 
 
-CASES = (_acceptance, _long_lane, _one_draft, _prefill, _alike, _plain_alike, _mixed, _exponentials)
+def _stock_prefill(bench: Bench) -> Case:
+    windows = [_window(slot, 0, chunk=rows) for slot, rows in enumerate((40, 60, 90, 200))]
+    return _against_stock(bench, "prefill of 40, 60, 90 and 200", [], windows)
+
+
+def _stock_decode(bench: Bench) -> Case:
+    return _against_stock(bench, "1 plain lane", [128], [_window(0, 128)])
+
+
+def _stock_crowd(bench: Bench) -> Case:
+    lengths = [128 - slot for slot in range(8)]
+    return _against_stock(bench, "8 plain lanes", lengths, [_window(slot, at) for slot, at in enumerate(lengths)])
+
+
+CASES = (
+    _acceptance,
+    _long_lane,
+    _one_draft,
+    _prefill,
+    _alike,
+    _plain_alike,
+    _mixed,
+    _stock_prefill,
+    _stock_decode,
+    _stock_crowd,
+)
