@@ -8,6 +8,7 @@ from types import FrameType
 import typer
 
 from deploy.bench.copying import copy
+from deploy.bench.everything import everything
 from deploy.bench.fake import fake
 from deploy.bench.load import load
 from deploy.bench.loop import loop
@@ -21,6 +22,7 @@ SUBCOMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("copy", copy),
     ("rounds", rounds),
     ("fake", fake),
+    ("all", everything),
 )
 
 app = typer.Typer(help="Benchmarks of a running server over real sockets.", no_args_is_help=True, add_completion=False)

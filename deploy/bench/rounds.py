@@ -88,7 +88,7 @@ def _load(reference: str) -> Bench:
     from backends.mlx.build import fast_attention, layer_shapes, paths
     from backends.mlx.load import load
 
-    def forwards(*, stock: bool) -> list[Backend]:
+    def forwards(*, stock: bool) -> "list[Backend]":
         loaded = load(reference, Path(), "auto", lambda _stage, _done, _total: None)
         shapes = layer_shapes(loaded.model, loaded.name)
         attention = mx.fast.scaled_dot_product_attention if stock else fast_attention(loaded.model)

@@ -1,0 +1,32 @@
+"""`all`: every benchmark that stands in the README, one after the other, on the default model.
+
+Each runs in a process of its own, so that one that needs MLX leaves none behind for the next.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import typer
+
+from api.cli import home_folder
+from backends.mlx.pull import pull
+from deploy.bench.options import Pairs, say
+
+_ROOT = Path(__file__).parents[2]
+MODEL = "smollm2-135m"
+ON_THE_MODEL = ("serve-pair", "loop", "copy", "rounds")
+
+
+def everything(pairs: Pairs = 5) -> None:
+    """Print all tables; exit 1 if a bound does not hold. Takes about twenty minutes on two idle cores."""
+    folder = pull(MODEL, home_folder(), lambda _stage, _done, _total: None)
+    commands = [[name, str(folder), "--pairs", str(pairs)] for name in ON_THE_MODEL]
+    failed = [words[0] for words in [*commands, ["fake", "--repeats", str(pairs)]] if not _holds(words)]
+    say(f"bounds missed in: {', '.join(failed)}" if failed else "every bound holds")
+    raise typer.Exit(1 if failed else 0)
+
+
+def _holds(words: list[str]) -> bool:
+    say(f"--- {words[0]}")
+    return subprocess.run([sys.executable, "-m", "deploy.bench", *words], cwd=_ROOT, check=False).returncode == 0
