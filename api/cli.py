@@ -159,8 +159,21 @@ def doctor(
 
 
 def main() -> None:
-    """The console script."""
-    app()
+    """The console script.
+
+    A process that holds MLX ends without exit handlers: threads of MLX and OpenBLAS may still run (a load cannot be
+    interrupted), and a handler that meets them aborts, which a supervisor takes for a failure. Whatever is ours has
+    been closed by then.
+    """
+    try:
+        app()
+    except SystemExit as ending:
+        if "mlx.core" not in sys.modules:
+            raise
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(ending.code if isinstance(ending.code, int) else int(ending.code is not None))
 
 
 def _log_to_stderr(level: str) -> None:

