@@ -83,8 +83,9 @@ class Process:
         """Serve until a signal or a broken engine ends it."""
         self._loop = asyncio.get_running_loop()
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, self._on_signal)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                    signal.signal(number, self._on_signal)
         engine = self._service.engine
         engine.start()
         self._begin(self._load())

@@ -13,6 +13,9 @@ from engine.messages import Cancel, Finish, Message, Submit
 from scheduler.events import Event, Finished, Tokens
 from scheduler.request import FinishReason, Request, Timing, Usage
 
+_FAIR_SHARE = 16
+"""Events that a handler may take in one go while others wait for the event loop."""
+
 
 class Generation:
     """The events of one request: `with client.submit(request) as generation: async for event in generation: ...`.
@@ -22,7 +25,7 @@ class Generation:
     handler that iterates, both on the event loop.
     """
 
-    __slots__ = ("_client", "_events", "_finished", "_waiter", "request")
+    __slots__ = ("_client", "_events", "_finished", "_unbroken", "_waiter", "request")
 
     def __init__(self, client: "EngineClient", request: Request) -> None:
         self.request = request
@@ -30,6 +33,8 @@ class Generation:
         self._events: deque[Event] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._finished = False
+        self._unbroken = 0
+        """Events handed out since the handler last let others run."""
 
     def __enter__(self) -> "Generation":
         return self
@@ -43,9 +48,14 @@ class Generation:
         return self
 
     async def __anext__(self) -> Event:
+        self._unbroken += 1
+        if self._unbroken > _FAIR_SHARE:
+            self._unbroken = 0
+            await asyncio.sleep(0)  # a backlog is no reason to keep everybody else waiting
         while not self._events:
             if self._finished:
                 raise StopAsyncIteration
+            self._unbroken = 0
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter

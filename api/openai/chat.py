@@ -21,13 +21,12 @@ async def prepare_chat(body: ChatBody, model: ServedModel, arrived: float) -> Or
     """What a conversation asks of the engine. Raises ApiError."""
     prompt = await anyio.to_thread.run_sync(_tokenize, model, turns_of(body.messages), body)
     reply_id, seed = new_id("chatcmpl"), seed_of(body)
-    wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     heading = Heading(reply_id, int(time.time()), model.name, body.include_usage)
     return Order(
         reply_id=reply_id,
         model=model,
         shape=ChatShape(heading, choices=1),
-        requests=make_requests(reply_id, body, model, [prompt], seed=seed, wanted=wanted, field="messages"),
+        requests=make_requests(reply_id, body, model, [prompt], seed=seed, wanted=body.wanted_tokens, field="messages"),
         stops=body.stops,
         seed=seed,
         stream=bool(body.stream),

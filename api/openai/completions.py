@@ -37,7 +37,7 @@ async def prepare_completion(body: CompletionBody, model: ServedModel, arrived: 
         reply_id=reply_id,
         model=model,
         shape=CompletionShape(heading, [prompt.echo for prompt in encoded]),
-        requests=make_requests(reply_id, body, model, tokens, seed=seed, wanted=body.max_tokens, field="prompt"),
+        requests=make_requests(reply_id, body, model, tokens, seed=seed, wanted=body.wanted_tokens, field="prompt"),
         stops=body.stops,
         seed=seed,
         stream=bool(body.stream),

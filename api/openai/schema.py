@@ -30,6 +30,8 @@ class GenerationBody(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     max_tokens: _COUNT | None = None
+    max_completion_tokens: _COUNT | None = None
+    """The newer name; it wins."""
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
@@ -51,6 +53,11 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     def stops(self) -> tuple[str, ...]:
         """The stop strings, as a list in any case."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """How many tokens the client wants at most."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def include_usage(self) -> bool:
@@ -77,7 +84,6 @@ class ChatBody(GenerationBody, kw_only=True):
     """`POST /v1/chat/completions`."""
 
     messages: list[ChatMessage]
-    max_completion_tokens: _COUNT | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     logprobs: bool | None = None

@@ -118,3 +118,15 @@ def test_a_missing_prompt_is_named(client: httpx2.Client) -> None:
 def test_one_prompt_of_several_that_is_too_long_submits_none(client: httpx2.Client) -> None:
     response = client.post("/v1/completions", json={"prompt": ["a", "x" * 9000]})
     assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(("fields", "tokens"), [({"max_completion_tokens": 3}, 3), ({"max_tokens": 5}, 5)])
+def test_the_newer_name_of_max_tokens_wins_here_too(client: httpx2.Client, fields: dict[str, int], tokens: int) -> None:
+    body = {"prompt": "abcabc", "max_tokens": 20, "temperature": 0, "ignore_eos": True, **fields}
+    assert client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == tokens
+
+
+@pytest.mark.parametrize("value", [-1, "x", {}, 0])
+def test_a_bad_max_completion_tokens_is_named(client: httpx2.Client, value: object) -> None:
+    reply = client.post("/v1/completions", json={"prompt": "a", "max_completion_tokens": value})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "max_completion_tokens")

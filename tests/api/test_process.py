@@ -77,7 +77,7 @@ def stream_on(server: Served) -> socket.socket:
     return peer
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_the_process_well_and_removes_the_socket(socket_folder: Path, number: signal.Signals) -> None:
     path = socket_folder / f"signal-{number}.sock"
     with process("--uds", path) as server:

@@ -208,3 +208,26 @@ async def test_fail_all_ends_every_open_request_here(desk: Desk) -> None:
         assert (end.reason, end.error, end.usage) == (FinishReason.ERROR, "the engine died", Usage(3, 0))
     assert len(desk.client) == 0
     assert not [message for message in desk.sent if isinstance(message, Cancel)]
+
+
+async def a_backlog_is_handed_out_in_shares() -> None:
+    client = EngineClient(lambda _message: None)
+    generation = client.submit(Request("r", (1,), 1000))
+    client.deliver([Tokens("r", (token,)) for token in range(200)])
+    others = 0
+
+    async def other() -> None:
+        nonlocal others
+        while True:
+            others += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.ensure_future(other())
+    for _ in range(200):
+        await anext(generation)
+    task.cancel()
+    assert others >= 5
+
+
+def test_a_backlog_does_not_keep_the_event_loop_from_others() -> None:
+    asyncio.run(a_backlog_is_handed_out_in_shares())
