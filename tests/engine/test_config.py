@@ -19,4 +19,5 @@ def test_a_setting_that_cannot_work_is_named(settings: dict[str, int], named: st
 
 
 def test_the_smallest_settings_that_work() -> None:
-    EngineConfig(max_lanes=1, round_rows=2, draft_tokens=0)
+    config = EngineConfig(max_lanes=1, round_rows=2, draft_tokens=0)
+    assert (config.max_lanes, config.round_rows, config.draft_tokens) == (1, 2, 0)

@@ -92,8 +92,10 @@ def test_overlapping_rounds_are_timed_from_landing_to_landing_and_set_threads_wh
 
 
 def test_rounds_that_failed_are_forgotten() -> None:
-    pace = BlasPace(2, lambda _threads: None, lambda: 0.0)
+    told: list[int] = []
+    pace = BlasPace(2, told.append, lambda: 0.0)
     pace.launch(ROWS)
     pace.reset()
-    landed = pace.launch(ROWS)
-    landed()
+    pace.launch(ROWS)()
+    pace.launch(ROWS)
+    assert told == [1], "the round after the failed one was the first of its size to land"
