@@ -10,9 +10,10 @@ from typing import Annotated
 import typer
 
 from deploy.bench.client import Load, Run, Target, drive_now
+from deploy.bench.engine_round import CEILING_MS, LANES, round_ms
 from deploy.bench.options import PROGRAM, Arguments, Json, Limit, Program, Timeout, say, warn_if_busy
 from deploy.bench.prompts import draw, ordinary_prompts
-from deploy.bench.report import Bound, bound_table, first_errors, show, spread, summarise, summary_table
+from deploy.bench.report import Bound, Spread, bound_table, first_errors, show, spread, summarise, summary_table
 from deploy.bench.servers import Server, ServerError, paceline, processor_seconds, running
 
 CEILING_US = 60.0
@@ -58,7 +59,7 @@ def fake(
     except ServerError as error:
         say(f"fake: {error}")
         raise typer.Exit(2) from None
-    _conclude(costs, streams, json)
+    _conclude(costs, spread([round_ms() for _ in range(repeats)]), streams, json)
 
 
 def _measure(server: Server, load: Load, label: str) -> Cost:
@@ -70,13 +71,14 @@ def _measure(server: Server, load: Load, label: str) -> Cost:
     return cost
 
 
-def _conclude(costs: list[Cost], streams: int, as_json: bool) -> None:
+def _conclude(costs: list[Cost], a_round: Spread, streams: int, as_json: bool) -> None:
     summary = summarise(*(cost.run for cost in costs))
     measured = spread([cost.us_per_token for cost in costs])
     bound = Bound("processor time a token, us", streams, measured, CEILING_US, at_most=True)
+    engine = Bound("scheduler and executor a round, ms", LANES, a_round, CEILING_MS, at_most=True)
     errors = [message for cost in costs for message in first_errors(cost.run.records)][:5]
     events = spread([cost.tokens_per_event for cost in costs])
-    tables = [summary_table("Runs (times in ms)", [("paceline", summary)]), bound_table("Cost", [bound])]
-    facts = {"bound": bound, "tokens_per_event": events, "summary": summary}
+    tables = [summary_table("Runs (times in ms)", [("paceline", summary)]), bound_table("Cost", [bound, engine])]
+    facts = {"bound": bound, "engine": engine, "tokens_per_event": events, "summary": summary}
     show(tables, [f"tokens an event: {events}", *errors], facts, as_json=as_json)
-    raise typer.Exit(0 if bound.holds and summary.errors == 0 else 1)
+    raise typer.Exit(0 if bound.holds and engine.holds and summary.errors == 0 else 1)
