@@ -5,7 +5,7 @@ Owns a request from its submission to its log line. However the handler is left,
 
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -62,28 +62,33 @@ class Reply:
         """How choices end that are left before their end: the client went away."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer; returns early when the client leaves."""
+        """Answer; returns early when the client leaves.
+
+        Submits before anything is awaited: a drain that begins now waits for this reply.
+        """
         self._request_id = scope.get(REQUEST_ID, "-")
         try:
-            if self._order.stream:
-                await serve_events(receive, send, self._stream, self._service.settings.keepalive_seconds)
-                return
-            response = await unless_disconnected(receive, self._whole)
+            with self._submitted() as generations:
+                if self._order.stream:
+                    produce = partial(self._stream, generations)
+                    await serve_events(receive, send, produce, self._service.settings.keepalive_seconds)
+                    return
+                response = await unless_disconnected(receive, partial(self._whole, generations))
             if response is not None:
                 await response(scope, receive, send)
         finally:
             self._account()
 
-    async def _stream(self, stream: EventStream) -> None:
-        failed = await self._run(partial(self._stream_choice, stream))
+    async def _stream(self, generations: Sequence[Generation], stream: EventStream) -> None:
+        failed = await self._run(generations, partial(self._stream_choice, stream))
         if failed is not None:
             await stream.write(frame(error_body(failed)))
             return
         totals = self._order.shape.totals(self._usages()) if self._order.include_usage else b""
         await stream.write(totals + DONE)
 
-    async def _whole(self) -> Response:
-        failed = await self._run(self._gather_choice)
+    async def _whole(self, generations: Sequence[Generation]) -> Response:
+        failed = await self._run(generations, self._gather_choice)
         if failed is not None:
             return error_response(failed)
         choices = [
@@ -92,16 +97,19 @@ class Reply:
         ]
         return Response(self._order.shape.whole(choices, self._usages()), media_type="application/json")
 
-    async def _run(self, follow_choice: Callable[[int, Generation], Coroutine[Any, Any, None]]) -> ApiError | None:
+    async def _run(
+        self, generations: Sequence[Generation], follow_choice: Callable[[int, Generation], Coroutine[Any, Any, None]]
+    ) -> ApiError | None:
         """Follow every choice to its end; what the client must be told instead of an answer."""
         try:
-            with self._submitted() as generations:
-                async with anyio.create_task_group() as group:
-                    for index, generation in enumerate(generations):
-                        group.start_soon(follow_choice, index, generation)
+            async with anyio.create_task_group() as group:
+                for index, generation in enumerate(generations):
+                    group.start_soon(follow_choice, index, generation)
         except Exception:  # the named boundary of one reply: a fault in making its text is its own
             _log.exception("%s failed", self._order.reply_id)
             self._unfinished = FinishReason.ERROR
+            for generation in generations:  # before the client is told, however slowly it listens
+                self._service.engine.client.leave(generation)
             return ApiError(500, "internal error", code="internal_error")
         return next((failed for ended in self._ended() if (failed := _failure_of(ended))), None)
 

@@ -1,13 +1,18 @@
 """From loading to the end: what `/health` says and what requests get in each state."""
 
+import asyncio
 import json
 import threading
+from collections.abc import MutableMapping
 from typing import Any
 
 import httpx2
 import pytest
 
 from api.detokenize import ByteDetokenizer, Detokenizer
+from api.openai.chat import prepare_chat
+from api.openai.endpoint import GenerationEndpoint
+from api.openai.schema import ChatBody
 from api.service import Settings
 from api.text import ByteTokenizer
 from backends.base import Backend
@@ -186,3 +191,27 @@ def test_silence_is_filled_with_comments() -> None:
             rest = "\n".join(lines)
         assert rest.endswith("data: [DONE]\n")
         assert "to the end"[0] in rest
+
+
+def test_a_streamed_request_is_the_engines_before_its_head_is_sent() -> None:
+    """So a drain that begins right after the head waits for it. Once, the process could end between the two."""
+    backend = Gated()
+    open_at: dict[str, int] = {}
+    body = json.dumps({**BODY, "stream": True}).encode()
+
+    with running(backend) as server:
+
+        async def receive() -> dict[str, Any]:
+            if not open_at:
+                return {"type": "http.request", "body": body}
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            open_at.setdefault(message["type"], server.open_requests)
+            backend.open()
+
+        endpoint = GenerationEndpoint(server.service, ChatBody, prepare_chat)
+        answering = endpoint({"type": "http", "headers": []}, receive, send)
+        asyncio.run_coroutine_threadsafe(answering, server.loop).result(20)
+    assert open_at["http.response.start"] == 1

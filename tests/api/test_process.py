@@ -17,12 +17,21 @@ import pytest
 from tests.api.servers import PATIENCE, eventually
 
 PROGRAM = [sys.executable, "-c", "from api.cli import main; main()", "serve", "--backend", "fake", "--port", "0"]
-PATCHED = (
-    "import backends.fake; from tests.api.servers import Gated; backends.fake.FakeBackend = Gated; "
-    "from api.cli import main; main()"
-)
+PATCHED = """
+import backends.fake
+from tests.api.servers import Gated
+
+class Stuck(Gated):
+    def verify(self, *windows):
+        print("stuck", flush=True)
+        return super().verify(*windows)
+
+backends.fake.FakeBackend = Stuck
+from api.cli import main
+main()
+"""
 STUCK = [sys.executable, "-c", PATCHED, *PROGRAM[3:]]
-"""Its first forward never ends."""
+"""Its first forward never ends; it says when it has begun."""
 LONG: dict[str, Any] = {
     "messages": [{"role": "user", "content": "x"}],
     "temperature": 0,
@@ -51,6 +60,11 @@ class Served:
 
     def wait(self) -> int:
         return self.process.wait(PATIENCE)
+
+    def wait_until_stuck(self) -> None:
+        """Before that a cancel would still be seen in time."""
+        assert self.process.stdout is not None
+        assert "stuck" in (line.strip() for line in iter(self.process.stdout.readline, ""))
 
 
 @contextmanager
@@ -108,6 +122,7 @@ def test_a_client_that_does_not_read_cannot_hold_the_process_up() -> None:
 def test_a_second_signal_ends_it_at_once_and_removes_the_socket(socket_folder: Path) -> None:
     path = socket_folder / "second.sock"
     with process("--uds", path, program=STUCK) as server, stream_on(server):
+        server.wait_until_stuck()
         server.process.send_signal(signal.SIGTERM)
         health = server.url.replace("/v1", "/health")
         eventually(lambda: httpx2.get(health).status_code == 503, "draining")
@@ -141,6 +156,7 @@ def test_a_signal_while_loading_ends_the_process_well(socket_folder: Path) -> No
 def test_an_engine_that_is_stuck_is_left_behind_in_the_end(socket_folder: Path) -> None:
     path = socket_folder / "stuck.sock"
     with process("--uds", path, "--drain-seconds", "0", program=STUCK) as server, stream_on(server):
+        server.wait_until_stuck()
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 1
     assert not path.exists()
