@@ -8,8 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from scheduler.round import Window
+from scheduler.round import Drawn, Window
+
+MaskWords = npt.NDArray[np.int32]
+"""Which tokens may be drawn, 32 to a word: bit `t % 32` of word `t // 32` of a row is token t. `[rows, words]`."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -30,12 +35,22 @@ class ModelInfo(msgspec.Struct, frozen=True):
     parameter_bytes: int
 
 
+class Masks(Protocol):
+    """The token masks of a round's constrained windows, filled while the forward runs."""
+
+    def wait(self) -> Mapping[int, MaskWords]:
+        """By index of the window in the round: a row for each of its sampled rows. Whatever window is absent is free.
+        Returns within the time limit of a fill, whatever happened.
+        """
+        ...
+
+
 class Flight(Protocol):
     """A verify forward under way."""
 
-    def read(self) -> list[list[int]]:
-        """Wait for the forward and return, per window in order, the tokens that the target draws: one per sampled row
-        (the last real token and every draft position), none for a prefill chunk. The single readback of a round.
+    def read(self) -> list[Drawn]:
+        """Wait for the forward and return, per window in order, what the target draws: a token per sampled row (the
+        last real token and every draft position), nothing for a prefill chunk. The single readback of a round.
         """
         ...
 
@@ -48,12 +63,15 @@ class Backend(Protocol):
         """What was loaded."""
         ...
 
-    def verify(self, windows: Sequence[Window], after: Flight | None = None) -> Flight:
+    def verify(
+        self, windows: Sequence[Window], after: Flight | None = None, masks: Masks | None = None
+    ) -> Flight:
         """Start one forward over all windows.
 
         Each window's tokens and drafts are written at positions `[start, start + len(tokens) + len(draft))` of its
         slot's caches; what stood there before is overwritten. A slot that holds nothing is opened by its first window.
         Windows marked `carried` take their one token from the draws of `after`, which need not have been read.
+        `masks` are waited for when the flight is read.
         """
         ...
 

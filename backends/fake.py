@@ -47,6 +47,13 @@ class FakeLane:
         del self.tokens[length:]
         del self.states[length + 1 :]
 
+    def copy(self, length: int) -> "FakeLane":
+        """A lane of its own that holds the first `length` tokens."""
+        other = FakeLane()
+        other.tokens = self.tokens[:length]
+        other.states = self.states[: length + 1]
+        return other
+
     def feed(self, token: int) -> None:
         """Append one token."""
         state = ((self.states[-1] ^ (token + 1)) * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & _MASK64
@@ -85,6 +92,8 @@ class FakeBackend:
         return FakeFlight(drawn, last)
 
     def _feed(self, window: Window, tokens: tuple[int, ...]) -> list[int]:
+        if window.copies is not None:
+            self.lanes[window.slot] = self.lanes[window.copies].copy(window.start)
         lane = self.lanes.setdefault(window.slot, FakeLane())
         lane.cut(window.start)
         for token in tokens:

@@ -15,11 +15,17 @@ class EngineConfig(msgspec.Struct, frozen=True):
     """The most rows of one round: decode rows, drafts and prefill rows together."""
     draft_tokens: int = 0
     """The most tokens drafted for a lane in a round; 0 turns drafting off."""
+    forced_tokens: int = 8
+    """The most tokens drafted for a constrained lane where its grammar knows the text; 0 turns that off."""
+    fill_seconds: float = 1.0
+    """How long a grammar may take for one round of one lane, before that lane is ended."""
 
     def __post_init__(self) -> None:
         if self.max_lanes < 1:
             raise ValueError("max_lanes must be at least 1")
         if self.round_rows <= self.max_lanes:
             raise ValueError("round_rows must be greater than max_lanes")
-        if self.draft_tokens < 0:
-            raise ValueError("draft_tokens must not be negative")
+        if self.draft_tokens < 0 or self.forced_tokens < 0:
+            raise ValueError("draft_tokens and forced_tokens must not be negative")
+        if self.fill_seconds <= 0:
+            raise ValueError("fill_seconds must be positive")

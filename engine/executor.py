@@ -1,4 +1,4 @@
-"""Runs one round: propose, verify, accept, keep. The only place where the scheduler's decisions meet a backend.
+"""Runs one round: propose, prune, verify, accept, keep. The only place where the scheduler's decisions meet a backend.
 
 Runs on the engine thread. Knows no tensors and no requests, only windows.
 """
@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import msgspec
 
 from backends.base import Backend, Flight
+from engine.constraints import Constraints
 from scheduler.draft import DraftAsk, DraftSource
-from scheduler.round import LaneResult, Round, Window
+from scheduler.round import Acceptance, Drawn, LaneResult, Round, Window
 from scheduler.scheduler import Scheduler
 
 _log = logging.getLogger("paceline.engine")
@@ -26,22 +27,28 @@ class FlyingRound(msgspec.Struct, frozen=True):
 class Executor:
     """Carries rounds of one scheduler to one backend. Written by `Loop`."""
 
-    def __init__(self, scheduler: Scheduler, backend: Backend, sources: Sequence[DraftSource]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, backend: Backend, sources: Sequence[DraftSource], constraints: Constraints
+    ) -> None:
         self._scheduler = scheduler
         self._backend = backend
         self._sources = sources
+        self._constraints = constraints
 
     def launch(self, planned: Round, after: FlyingRound | None = None) -> FlyingRound:
         """Fill in the drafts and start the forward; a round planned ahead feeds on the draws of `after`."""
-        windows = planned.windows if planned.ahead else self._propose(planned.windows)
-        flight = self._backend.verify(windows, after.flight if after and planned.ahead else None)
-        return FlyingRound(Round(windows, planned.ahead), flight)
+        if planned.ahead and after is not None:
+            return FlyingRound(planned, self._backend.verify(planned.windows, after.flight))
+        self._constraints.open(planned.windows)
+        windows = self._constraints.prune(self._propose(planned.windows))
+        flight = self._backend.verify(windows, masks=self._constraints.fill(windows))
+        return FlyingRound(Round(windows), flight)
 
-    def land(self, flying: FlyingRound, drawn: Sequence[Sequence[int]]) -> list[LaneResult]:
+    def land(self, flying: FlyingRound, drawn: Sequence[Drawn]) -> list[LaneResult]:
         """Walk each live lane's draft against its draws, and cut its caches to what it keeps."""
         live = [
-            (window, self._scheduler.accept(window, tokens) if window.samples else None)
-            for window, tokens in zip(flying.round.windows, drawn, strict=True)
+            (window, self._walk(window, draws) if window.samples else None)
+            for window, draws in zip(flying.round.windows, drawn, strict=True)
             if self._scheduler.serves(window)
         ]
         kept = {
@@ -49,12 +56,17 @@ class Executor:
             for window, walk in live
         }
         cached = self._backend.keep(kept)
-        return [LaneResult(window, walk, cached[window.slot]) for window, walk in live]
+        return [LaneResult(window, walk, cached[window.slot], self._constraints.failure(window)) for window, walk in live]
+
+    def _walk(self, window: Window, drawn: Drawn) -> Acceptance:
+        walk = self._scheduler.accept(window, drawn)
+        return walk if self._constraints.failure(window) else self._constraints.advance(window, walk)
 
     def dismiss_departed(self) -> None:
         """Release everything that was held for lanes that left."""
         for departure in self._scheduler.departures():
             self._backend.release(departure.slot)
+            self._constraints.forget(departure.request_id)
             for source in self._sources:
                 source.forget(departure.request_id)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from backends.base import Backend
 from engine.config import EngineConfig
+from engine.constraints import Constraints, ForcedText
 from engine.executor import Executor, FlyingRound
 from engine.messages import Cancel, Message, Submit
 from scheduler.draft import DraftSource
@@ -33,9 +34,11 @@ class Loop:
         mailbox: Callable[[], Iterable[Message]],
         clock: Callable[[], float],
     ) -> None:
-        limits = Limits(config.max_lanes, config.round_rows, config.draft_tokens)
+        limits = Limits(config.max_lanes, config.round_rows, config.draft_tokens, config.forced_tokens)
         self._scheduler = Scheduler(limits)
-        self._executor = Executor(self._scheduler, backend, sources)
+        constraints = Constraints(backend.info.vocab_size, config.fill_seconds)
+        forced = [ForcedText(constraints)] if config.forced_tokens else []
+        self._executor = Executor(self._scheduler, backend, [*forced, *sources], constraints)
         self._backend = backend
         self._mailbox = mailbox
         self._clock = clock

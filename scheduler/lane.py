@@ -1,7 +1,9 @@
 """One request being served: its tokens, and how many of them the caches hold. Written by `Scheduler` alone."""
 
+import msgspec
+
 from scheduler.request import DraftCount, Request, Timing, Usage
-from scheduler.round import Acceptance, Window
+from scheduler.round import Acceptance, History, Window
 from scheduler.stats import DraftCounter
 
 
@@ -26,35 +28,26 @@ class Lane:
         self._drafts: dict[str, DraftCounter] = {}
 
     @property
-    def decoding(self) -> bool:
-        """Whether only its last token is still to be fed."""
-        return self.cached == len(self.tokens) - 1
-
-    @property
     def remaining(self) -> int:
         """How many tokens it may still emit."""
         return self.request.max_tokens - self.emitted
 
-    def chunk(self, rows: int) -> Window:
-        """A prefill chunk of at most `rows` tokens; the last token is left to head a decode window."""
-        end = min(self.cached + rows, len(self.tokens) - 1)
-        return self._window(tuple(self.tokens[self.cached : end]), samples=False)
+    @property
+    def needs_host(self) -> bool:
+        """Whether its next window cannot be drawn before the host has seen the last draw."""
+        sampling = self.request.sampling
+        constrained = self.request.constraint is not None
+        return constrained or sampling.counts or sampling.truncates or sampling.logprobs is not None
 
-    def window(self, budget: int) -> Window:
-        """A decode window that may carry a draft of `budget` tokens, and no more than the request can still use."""
-        room = min(budget, self.remaining - 1)
-        return self._window((self.tokens[-1],), samples=True, budget=room)
+    @property
+    def shared(self) -> int:
+        """How many positions it has in common with its siblings: the prompt without the token that heads a window."""
+        return len(self.request.prompt) - 1 if self.request.siblings else 0
 
-    def window_ahead(self) -> Window:
+    def window_ahead(self, start: int) -> Window:
         """The decode window after the one in flight, on the token that is being drawn."""
-        start = self.cached + 1
         sampling = self.request.sampling
         return Window(self.slot, self.request.request_id, start, (), True, sampling, start + 2, carried=True)
-
-    def _window(self, tokens: tuple[int, ...], *, samples: bool, budget: int = 0) -> Window:
-        reach = len(self.tokens) + 1
-        request = self.request
-        return Window(self.slot, request.request_id, self.cached, tokens, samples, request.sampling, reach, budget)
 
     def observe_draft(self, source: str, drafted: int, accepted: int) -> None:
         """Count one draft for the request's own account."""
@@ -79,3 +72,42 @@ class Lane:
     def timing(self, now: float) -> Timing:
         """The gates passed, closed at `now`."""
         return Timing(self._submitted, self._admitted, self._first_token, now)
+
+
+class Feed(msgspec.Struct, frozen=True):
+    """What a lane can be fed next: its tokens from `start` on. `copies` is a slot to copy the first `start` from."""
+
+    lane: Lane
+    start: int
+    copies: int | None = None
+
+    @property
+    def decoding(self) -> bool:
+        """Whether only the lane's last token is still to be fed."""
+        return self.start == len(self.lane.tokens) - 1
+
+    def chunk(self, rows: int) -> Window:
+        """A prefill chunk of at most `rows` tokens; the last token is left to head a decode window."""
+        end = min(self.start + rows, len(self.lane.tokens) - 1)
+        return self._window(tuple(self.lane.tokens[self.start : end]), samples=False)
+
+    def window(self, budget: int) -> Window:
+        """A decode window that may carry a draft of `budget` tokens, and no more than the request can still use."""
+        room = min(budget, self.lane.remaining - 1)
+        return self._window((self.lane.tokens[-1],), samples=True, budget=room)
+
+    def _window(self, tokens: tuple[int, ...], *, samples: bool, budget: int = 0) -> Window:
+        lane, request = self.lane, self.lane.request
+        return Window(
+            slot=lane.slot,
+            request_id=request.request_id,
+            start=self.start,
+            tokens=tokens,
+            samples=samples,
+            sampling=request.sampling,
+            reach=len(lane.tokens) + 1,
+            budget=budget,
+            history=History(lane.tokens, len(request.prompt)) if samples and request.sampling.counts else None,
+            constraint=request.constraint if samples else None,
+            copies=self.copies,
+        )

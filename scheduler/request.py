@@ -4,6 +4,7 @@ Knows nothing of lanes, rounds, tensors or HTTP.
 """
 
 from enum import StrEnum
+from typing import Protocol
 
 import msgspec
 
@@ -30,6 +31,44 @@ class Sampling(msgspec.Struct, frozen=True):
     """Any integer in [0, 2**64)."""
     choice: int = 0
     """Which of a request's `n` choices this is, in [0, 2**32)."""
+    top_k: int = 0
+    """Draw among the k largest logits (and those equal to the k-th); 0 among all."""
+    top_p: float = 1.0
+    """Draw among the smallest set of likeliest tokens whose probabilities reach this sum: those above which less than
+    `top_p` lies. 1 draws among all, 0 takes the likeliest.
+    """
+    min_p: float = 0.0
+    """Draw among the tokens at least this times as likely as the likeliest."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits, and multiplies negative ones, of all tokens of the prompt and of what was generated."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that were generated."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit as many times as it was generated."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Added to the logits: pairs of token and bias, each token once."""
+    logprobs: int | None = None
+    """How many of the likeliest tokens to report with each token's log-probability; None reports nothing."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether the logits depend on which tokens stand before."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1.0, 0.0, 0.0)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are left out of the draw."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+
+class Constraint(Protocol):
+    """A compiled grammar that every generated token obeys. Made and read by `backends`; only carried here."""
+
+    @property
+    def summary(self) -> str:
+        """Its kind and size, for the log; never its text."""
+        ...
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -43,6 +82,10 @@ class Request(msgspec.Struct, frozen=True):
     """The model's end-of-sequence tokens; never delivered as content unless `ignore_eos`."""
     ignore_eos: bool = False
     """Treat end-of-sequence tokens as ordinary content and go on to `max_tokens`."""
+    constraint: Constraint | None = None
+    """What the generated text must be."""
+    siblings: str = ""
+    """Requests with the same name here have the same prompt, and share one prefill; empty for one without siblings."""
 
 
 class DraftCount(msgspec.Struct, frozen=True):

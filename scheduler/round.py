@@ -1,8 +1,20 @@
 """A round as values: the windows that are planned, and what came of them."""
 
+from collections.abc import Sequence
+
 import msgspec
 
-from scheduler.request import FinishReason, Sampling
+from scheduler.events import TokenLogprob
+from scheduler.request import Constraint, FinishReason, Sampling
+
+
+class History(msgspec.Struct, frozen=True):
+    """What a lane's penalties count."""
+
+    tokens: Sequence[int]
+    """Prompt and generated tokens up to the window's last real one; to be read only, and only until the round's end."""
+    prompt: int
+    """How many of them are the prompt."""
 
 
 class Window(msgspec.Struct, frozen=True):
@@ -29,6 +41,14 @@ class Window(msgspec.Struct, frozen=True):
     """Which draft source wrote `draft`."""
     carried: bool = False
     """The window's one real token is the draw of the round in flight, not yet read back (a pipelined round)."""
+    history: History | None = None
+    """Only where `sampling.counts`."""
+    constraint: Constraint | None = None
+    """The grammar that its draws obey."""
+    copies: int | None = None
+    """The slot of a sibling whose first `start` positions are this lane's too: they are copied before anything is
+    written.
+    """
 
     @property
     def real(self) -> int:
@@ -62,6 +82,15 @@ class Round(msgspec.Struct, frozen=True):
         return "decode" if sampling == len(self.windows) else "mixed"
 
 
+class Drawn(msgspec.Struct, frozen=True):
+    """What the target draws in one window: a token per sampled row, and their log-probabilities if they were asked for.
+    A prefill chunk draws nothing.
+    """
+
+    tokens: Sequence[int] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
 class Acceptance(msgspec.Struct, frozen=True):
     """What the acceptance walk made of one window (contract rules 1 to 3)."""
 
@@ -72,6 +101,8 @@ class Acceptance(msgspec.Struct, frozen=True):
     end: FinishReason | None = None
     ended_by_token: bool = False
     """A stop token was drawn: it is counted, not delivered."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One per emitted token if they were asked for, else none."""
 
 
 class LaneResult(msgspec.Struct, frozen=True):
@@ -83,3 +114,5 @@ class LaneResult(msgspec.Struct, frozen=True):
     """None for a prefill chunk."""
     cached: int
     """How many of the lane's tokens its caches hold now."""
+    error: str | None = None
+    """The lane's own failure, which ends it; nothing of this round is delivered."""

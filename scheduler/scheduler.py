@@ -10,18 +10,23 @@ import msgspec
 
 from scheduler.accept import accept
 from scheduler.events import Event, Finished, Tokens
-from scheduler.lane import Lane
+from scheduler.lane import Feed, Lane
 from scheduler.request import FinishReason, Request, Timing, Usage
-from scheduler.round import Acceptance, LaneResult, Round, Window
+from scheduler.round import Acceptance, Drawn, LaneResult, Round, Window
 from scheduler.stats import LANE_BUCKETS, ROW_BUCKETS, DraftCounter, DraftStats, Histogram, Stats
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """How wide a round may be: lanes served at once, rows of one forward (more than lanes), drafted tokens a lane."""
+    """How wide a round may be."""
 
     max_lanes: int
+    """Lanes served at once."""
     round_rows: int
+    """Rows of one forward; more than lanes."""
     draft_tokens: int
+    """Drafted tokens a lane."""
+    forced_tokens: int = 0
+    """Drafted tokens of a constrained lane, where that is more: its grammar may know how it goes on."""
 
 
 class Departure(msgspec.Struct, frozen=True):
@@ -107,32 +112,52 @@ class Scheduler:
     def plan(self, now: float) -> Round | None:
         """Admit who can be admitted and lay out the next round; None if there is nothing to do."""
         self._admit(now)
-        decoding = [lane for lane in self._lanes.values() if lane.decoding]
-        prefilling = [lane for lane in self._lanes.values() if not lane.decoding]
+        feeds = [feed for lane in self._lanes.values() if (feed := self._feed(lane)) is not None]
+        decoding = [feed for feed in feeds if feed.decoding]
+        prefilling = [feed for feed in feeds if not feed.decoding]
         spare = self._limits.round_rows - len(decoding)
-        budget = self._draft_budget(len(decoding), spare // 2 if prefilling else spare)
-        windows = [lane.window(budget) for lane in decoding]
+        share = (spare // 2 if prefilling else spare) // max(len(decoding), 1)
+        windows = [feed.window(min(self._draft_limit(feed.lane), share)) for feed in decoding]
         left = spare - sum(window.budget for window in windows)
-        for lane in prefilling:
+        for feed in prefilling:
             if left <= 0:
                 break
-            windows.append(chunk := lane.chunk(left))
+            windows.append(chunk := feed.chunk(left))
             left -= chunk.rows
         return Round(tuple(windows)) if windows else None
+
+    def _feed(self, lane: Lane) -> Feed | None:
+        """What a lane is fed next; None while an older sibling prefills the prompt of both."""
+        if lane.cached < lane.shared:
+            for sibling in self._lanes.values():
+                if sibling is lane:
+                    break
+                if sibling.request.siblings == lane.request.siblings:
+                    cached = sibling.cached >= lane.shared
+                    return Feed(lane, lane.shared, sibling.slot) if cached else None
+        return Feed(lane, lane.cached)
+
+    def _draft_limit(self, lane: Lane) -> int:
+        limits = self._limits
+        return limits.draft_tokens if lane.request.constraint is None else max(limits.draft_tokens, limits.forced_tokens)
 
     def plan_ahead(self, flying: Round) -> Round | None:
         """The round after `flying`, on draws that have not been read; None unless it can all be plain decode windows.
 
-        Every lane must be in `flying` and decode there, none may draft, and nobody may wait for a free slot. Lanes that
-        will have used up their `max_tokens` are left out; one that ends otherwise is discarded a round late.
+        Every lane must be in `flying` and decode there, none may draft or need the host, and nobody may wait for a free
+        slot. Lanes that will have used up their `max_tokens` are left out; one that ends otherwise is discarded a round
+        late.
         """
         if self._limits.draft_tokens or (self._waiting and self._free_slots):
             return None
-        aboard = {window.request_id for window in flying.windows if window.samples}
+        aboard = {window.request_id: window.end for window in flying.windows if window.samples}
         if len(aboard) != len(flying.windows) or any(request_id not in aboard for request_id in self._lanes):
             return None
+        if any(lane.needs_host for lane in self._lanes.values()):
+            return None
         going_on = [lane for lane in self._lanes.values() if lane.remaining > 1]
-        return Round(tuple(lane.window_ahead() for lane in going_on), ahead=True) if going_on else None
+        windows = tuple(lane.window_ahead(aboard[lane.request.request_id]) for lane in going_on)
+        return Round(windows, ahead=True) if windows else None
 
     def _admit(self, now: float) -> None:
         while self._waiting and self._free_slots:
@@ -141,9 +166,6 @@ class Scheduler:
             self._free_slots.sort(reverse=True)
             slot = self._free_slots.pop()
             self._lanes[request.request_id] = Lane(request, slot, submitted=waiting.submitted, admitted=now)
-
-    def _draft_budget(self, lanes: int, rows: int) -> int:
-        return min(self._limits.draft_tokens, rows // lanes) if lanes else 0
 
     # ---- and committed --------------------------------------------------------------------------------------------
 
@@ -155,11 +177,19 @@ class Scheduler:
         """Whether the window's lane is still there."""
         return window.request_id in self._lanes
 
-    def accept(self, window: Window, drawn: Sequence[int]) -> Acceptance:
-        """Walk a window's draft against the target's draws, by its request's stop tokens and limits."""
+    def accept(self, window: Window, drawn: Drawn) -> Acceptance:
+        """Walk a window's draft against the target's draws, by its request's stop tokens and limits.
+
+        A grammar ends its text with a stop token, so for a constrained request `ignore_eos` means nothing.
+        """
         lane = self._lanes[window.request_id]
-        stop_tokens = frozenset[int]() if lane.request.ignore_eos else lane.request.stop_tokens
-        return accept(window.draft, drawn, stop_tokens=stop_tokens, remaining=lane.remaining)
+        request = lane.request
+        ignores = request.ignore_eos and request.constraint is None
+        stop_tokens = frozenset[int]() if ignores else request.stop_tokens
+        walk = accept(window.draft, drawn.tokens, stop_tokens=stop_tokens, remaining=lane.remaining)
+        if not drawn.logprobs:
+            return walk
+        return msgspec.structs.replace(walk, logprobs=drawn.logprobs[: len(walk.emitted)])
 
     def commit(self, results: Sequence[LaneResult], now: float) -> list[Event]:
         """Take over what a round did, for the lanes that are still there, and tell what to deliver."""
@@ -170,7 +200,9 @@ class Scheduler:
             if lane is None:
                 continue
             lane.cached = result.cached
-            if result.acceptance is not None:
+            if result.error is not None:
+                events += self._end(lane.request.request_id, FinishReason.ERROR, now, error=result.error)
+            elif result.acceptance is not None:
                 events += self._commit_walk(lane, result.window, result.acceptance, now)
         return events
 
@@ -181,7 +213,7 @@ class Scheduler:
             counter = self._drafts.setdefault(window.source, DraftCounter())
             counter.observe(len(window.draft), walk.accepted)
         lane.extend(walk, now)
-        events: list[Event] = [Tokens(request_id, walk.emitted)] if walk.emitted else []
+        events: list[Event] = [Tokens(request_id, walk.emitted, walk.logprobs)] if walk.emitted else []
         return events + self._end(request_id, walk.end, now) if walk.end is not None else events
 
     # ---- and counted ----------------------------------------------------------------------------------------------

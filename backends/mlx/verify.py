@@ -74,6 +74,17 @@ class LaneStore:
         """Seat lanes: slot -> (positions needed, positions held)."""
         self._apply(self.groups.place(needs))
 
+    def share(self, windows: Sequence[Window]) -> None:
+        """Copy to each seated lane what its window says that it has in common with a sibling."""
+        seat = self.groups.seat
+        self._apply(
+            [
+                Move(seat(window.copies), seat(window.slot), window.start)
+                for window in windows
+                if window.copies is not None
+            ]
+        )
+
     def release(self, slot: int) -> None:
         """Give a lane's seat back. Idempotent."""
         self._apply(self.groups.leave(slot))
@@ -90,9 +101,6 @@ class LaneStore:
         for layer in self.layers:
             for change in changes:
                 layer.apply(change)
-        if any(isinstance(change, Move) for change in changes):
-            # A copy that is still to be made holds the buffer it reads from: writes to that would copy all of it.
-            mx.eval(self.arrays())
 
 
 class PackedForward:
@@ -107,6 +115,7 @@ class PackedForward:
     def run(self, windows: Sequence[Window], carried: Draws | None) -> Verified:
         """Feed all windows in one forward."""
         self._store.place({window.slot: (max(window.end, window.reach), window.start) for window in windows})
+        self._store.share(windows)
         layout = packed_layout(windows, self._store.groups)
         for cache in self._caches:
             cache.layout = layout
@@ -153,6 +162,7 @@ class PaddedForward:
     def _run(self, windows: Sequence[Window], indices: Sequence[int], carried: Draws | None) -> Verified:
         width = max(window.rows for window in windows)
         self._store.place({window.slot: (max(window.start + width, window.reach), window.start) for window in windows})
+        self._store.share(windows)
         layout = padded_layout(windows, self._store.groups)
         for cache in self._caches:
             cache.layout = layout

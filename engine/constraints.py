@@ -1,0 +1,211 @@
+"""The grammars of the lanes being served: drafts are pruned to what they allow, masks filled while the forward runs.
+
+Owns one matcher per constrained lane; between rounds it stands behind the lane's emitted tokens, never behind a draft
+(contract rule 5). Lives on the engine thread; a fill borrows a matcher for one round.
+"""
+
+import logging
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from queue import SimpleQueue
+from typing import cast
+
+import msgspec
+import numpy as np
+
+from backends.base import MaskWords
+from backends.grammar.base import Grammar, Matcher
+from scheduler.draft import DraftAsk
+from scheduler.request import FinishReason
+from scheduler.round import Acceptance, Window
+
+_log = logging.getLogger("paceline.engine")
+
+
+class LaneGrammar:
+    """A lane's matcher, and what became of it. Written by `Constraints` and, during a fill, by the filler."""
+
+    def __init__(self, matcher: Matcher) -> None:
+        self.matcher = matcher
+        self.failure: str | None = None
+        """Why the lane must end."""
+
+    def valid_prefix(self, draft: Sequence[int]) -> int:
+        """How many tokens of a draft the grammar allows; it may end, but nothing goes on behind its end."""
+        accepted = 0
+        for token in draft:
+            if self.matcher.finished or not self.matcher.accept(token):
+                break
+            accepted += 1
+        self.matcher.rollback(accepted)
+        return accepted
+
+    def fill(self, draft: Sequence[int], words: MaskWords) -> None:
+        """One row of `words` per position of a pruned draft, its end included; the matcher ends where it began."""
+        walked = 0
+        for row, token in enumerate((*draft, None)):
+            if self.matcher.finished and row > 0:
+                break  # the walk ends before these rows are looked at
+            self.matcher.fill(words[row])
+            if not words[row].any():
+                self.failure = "the grammar allows no token here"
+                words[row] = -1
+            if token is not None:
+                walked += self.matcher.accept(token)
+        self.matcher.rollback(walked)
+
+    def advance(self, walk: Acceptance) -> Acceptance:
+        """Go on by what a walk emitted, and cut it where the grammar can only end (contract rule 4)."""
+        for count, token in enumerate(walk.emitted, start=1):
+            if not self.matcher.accept(token):
+                self.failure = "the grammar does not allow the token that was drawn"
+                return walk
+            if self.matcher.finished:
+                accepted = min(walk.accepted, count)
+                return Acceptance(walk.emitted[:count], accepted, FinishReason.STOP, False, walk.logprobs[:count])
+        return walk
+
+
+class _Fill(msgspec.Struct):
+    """One window's fill: asked by the engine thread, done by a filler."""
+
+    index: int
+    lane: LaneGrammar
+    draft: tuple[int, ...]
+    words: MaskWords
+    done: threading.Event
+
+
+class Filler:
+    """A thread that fills masks. One that is stuck in a grammar is left behind, and a fresh one takes over."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[_Fill] | None = None
+
+    def begin(self, fills: Sequence[_Fill]) -> None:
+        """Fill these, in order, on the thread."""
+        if self._queue is None:
+            self._queue = SimpleQueue()
+            threading.Thread(target=_fill_forever, args=(self._queue,), name="paceline-masks", daemon=True).start()
+        for fill in fills:
+            self._queue.put(fill)
+
+    def abandon(self, unfinished: Sequence[_Fill]) -> None:
+        """The thread is stuck in the first of these; the others are begun anew."""
+        self._queue = None
+        self.begin(unfinished[1:])
+
+
+def _fill_forever(queue: "SimpleQueue[_Fill]") -> None:
+    while True:
+        fill = queue.get()
+        try:
+            fill.lane.fill(fill.draft, fill.words)
+        except Exception:  # the named boundary of a grammar: its lane ends, the others do not notice
+            _log.exception("a grammar failed")
+            fill.lane.failure = "the grammar failed"
+        fill.done.set()
+        del fill
+
+
+class FillingMasks:
+    """The masks of one round, under way. Implements `backends.base.Masks`."""
+
+    def __init__(self, filler: Filler, fills: Sequence[_Fill], seconds: float) -> None:
+        self._filler = filler
+        self._fills = fills
+        self._seconds = seconds
+        self._masks: dict[int, MaskWords] | None = None
+
+    def wait(self) -> Mapping[int, MaskWords]:
+        """Each window's masks; a lane whose grammar takes longer than its limit has failed, and has no mask."""
+        if self._masks is None:
+            pending = list(self._fills)
+            while pending:
+                if pending[0].done.wait(self._seconds):
+                    pending.pop(0)
+                    continue
+                _log.warning("a grammar took more than %g s for the masks of one round", self._seconds)
+                pending[0].lane.failure = f"the grammar took more than {self._seconds:g} s for one token"
+                self._filler.abandon(pending)
+                pending.pop(0)
+            self._masks = {fill.index: fill.words for fill in self._fills if fill.lane.failure is None}
+        return self._masks
+
+
+class Constraints:
+    """Matchers by request. Written by `Executor`."""
+
+    def __init__(self, vocabulary: int, fill_seconds: float) -> None:
+        """`vocabulary`: how many logits a row has. `fill_seconds`: how long one lane's masks of a round may take."""
+        self._words = math.ceil(vocabulary / 32)
+        self._fill_seconds = fill_seconds
+        self._lanes: dict[str, LaneGrammar] = {}
+        self._filler = Filler()
+
+    def open(self, windows: Sequence[Window]) -> None:
+        """Give every newcomer among the constrained lanes its matcher."""
+        for window in windows:
+            if window.constraint is not None and window.request_id not in self._lanes:
+                grammar = cast("Grammar", window.constraint)
+                self._lanes[window.request_id] = LaneGrammar(grammar.matcher())
+
+    def forced(self, request_id: str, limit: int) -> tuple[int, ...]:
+        """What a lane's grammar says must come next; nothing for a free lane."""
+        lane = self._lanes.get(request_id)
+        return () if lane is None else lane.matcher.forced(limit)
+
+    def prune(self, windows: tuple[Window, ...]) -> tuple[Window, ...]:
+        """Cut every constrained draft to its valid prefix."""
+        return tuple(self._pruned(window) if window.constraint is not None else window for window in windows)
+
+    def fill(self, windows: Sequence[Window]) -> FillingMasks | None:
+        """Begin to fill the masks of all constrained windows; None if there is none."""
+        fills = [
+            _Fill(
+                index,
+                self._lanes[window.request_id],
+                window.draft,
+                np.full((len(window.draft) + 1, self._words), -1, dtype=np.int32),
+                threading.Event(),
+            )
+            for index, window in enumerate(windows)
+            if window.constraint is not None
+        ]
+        if not fills:
+            return None
+        self._filler.begin(fills)
+        return FillingMasks(self._filler, fills, self._fill_seconds)
+
+    def advance(self, window: Window, walk: Acceptance) -> Acceptance:
+        """Move the lane's matcher over what a walk emitted; the walk, cut where its grammar ends."""
+        return self._lanes[window.request_id].advance(walk) if window.constraint is not None else walk
+
+    def failure(self, window: Window) -> str | None:
+        """Why a constrained lane must end, if it must."""
+        return self._lanes[window.request_id].failure if window.constraint is not None else None
+
+    def forget(self, request_id: str) -> None:
+        """The lane left. Idempotent."""
+        self._lanes.pop(request_id, None)
+
+    def _pruned(self, window: Window) -> Window:
+        valid = self._lanes[window.request_id].valid_prefix(window.draft)
+        return window if valid == len(window.draft) else msgspec.structs.replace(window, draft=window.draft[:valid])
+
+
+class ForcedText:
+    """A `DraftSource`: the text that a grammar leaves no choice about (a schema's keys and punctuation, mostly)."""
+
+    name = "grammar"
+
+    def __init__(self, constraints: Constraints) -> None:
+        self._constraints = constraints
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[tuple[int, ...]]:
+        """Per lane, the forced text as tokens; empty for free lanes and where there is a choice."""
+        return [self._constraints.forced(ask.request_id, ask.budget) for ask in asks]
+
+    def forget(self, request_id: str) -> None:
+        """Its matcher belongs to `Constraints`."""
