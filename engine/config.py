@@ -25,7 +25,9 @@ class EngineConfig(msgspec.Struct, frozen=True):
             raise ValueError("max_lanes must be at least 1")
         if self.round_rows <= self.max_lanes:
             raise ValueError("round_rows must be greater than max_lanes")
-        if self.draft_tokens < 0 or self.forced_tokens < 0:
-            raise ValueError("draft_tokens and forced_tokens must not be negative")
+        if self.draft_tokens < 0:
+            raise ValueError("draft_tokens must not be negative")
+        if self.forced_tokens < 0:
+            raise ValueError("forced_tokens must not be negative")
         if self.fill_seconds <= 0:
             raise ValueError("fill_seconds must be positive")

@@ -8,7 +8,6 @@ import logging
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from queue import SimpleQueue
 from typing import cast
 
 import msgspec
@@ -68,70 +67,56 @@ class LaneGrammar:
 
 
 class _Fill(msgspec.Struct):
-    """One window's fill: asked by the engine thread, done by a filler."""
+    """One window's masks: asked by the engine thread, filled by whichever thread claims them first."""
 
     index: int
     lane: LaneGrammar
     draft: tuple[int, ...]
     words: MaskWords
+    claim: threading.Lock
     done: threading.Event
 
-
-class Filler:
-    """A thread that fills masks. One that is stuck in a grammar is left behind, and a fresh one takes over."""
-
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[_Fill] | None = None
-
-    def begin(self, fills: Sequence[_Fill]) -> None:
-        """Fill these, in order, on the thread."""
-        if self._queue is None:
-            self._queue = SimpleQueue()
-            threading.Thread(target=_fill_forever, args=(self._queue,), name="paceline-masks", daemon=True).start()
-        for fill in fills:
-            self._queue.put(fill)
-
-    def abandon(self, unfinished: Sequence[_Fill]) -> None:
-        """The thread is stuck in the first of these; the others are begun anew."""
-        self._queue = None
-        self.begin(unfinished[1:])
-
-
-def _fill_forever(queue: "SimpleQueue[_Fill]") -> None:
-    while True:
-        fill = queue.get()
+    def run(self) -> None:
+        """Fill them, unless another thread does."""
+        if not self.claim.acquire(blocking=False):
+            return
         try:
-            fill.lane.fill(fill.draft, fill.words)
+            self.lane.fill(self.draft, self.words)
         except Exception:  # the named boundary of a grammar: its lane ends, the others do not notice
             _log.exception("a grammar failed")
-            fill.lane.failure = "the grammar failed"
-        fill.done.set()
-        del fill
+            self.lane.failure = "the grammar failed"
+        self.done.set()
 
 
 class FillingMasks:
-    """The masks of one round, under way. Implements `backends.base.Masks`."""
+    """The masks of one round, under way on a thread of their own. Implements `backends.base.Masks`."""
 
-    def __init__(self, filler: Filler, fills: Sequence[_Fill], seconds: float) -> None:
-        self._filler = filler
+    def __init__(self, fills: Sequence[_Fill], seconds: float) -> None:
         self._fills = fills
         self._seconds = seconds
         self._masks: dict[int, MaskWords] | None = None
+        _begin(fills)
 
     def wait(self) -> Mapping[int, MaskWords]:
-        """Each window's masks; a lane whose grammar takes longer than its limit has failed, and has no mask."""
+        """Each window's masks. A lane whose grammar takes longer than its limit has failed, and has no mask; the thread
+        that is stuck in it is left behind, and another one does the rest.
+        """
         if self._masks is None:
-            pending = list(self._fills)
-            while pending:
-                if pending[0].done.wait(self._seconds):
-                    pending.pop(0)
-                    continue
-                _log.warning("a grammar took more than %g s for the masks of one round", self._seconds)
-                pending[0].lane.failure = f"the grammar took more than {self._seconds:g} s for one token"
-                self._filler.abandon(pending)
-                pending.pop(0)
+            for place, fill in enumerate(self._fills):
+                if not fill.done.wait(self._seconds):
+                    _log.warning("a grammar took more than %g s for the masks of one round", self._seconds)
+                    fill.lane.failure = f"the grammar took more than {self._seconds:g} s for one token"
+                    _begin(self._fills[place + 1 :])
             self._masks = {fill.index: fill.words for fill in self._fills if fill.lane.failure is None}
         return self._masks
+
+
+def _begin(fills: Sequence[_Fill]) -> None:
+    def run_all() -> None:
+        for fill in fills:
+            fill.run()
+
+    threading.Thread(target=run_all, name="paceline-masks", daemon=True).start()
 
 
 class Constraints:
@@ -142,7 +127,6 @@ class Constraints:
         self._words = math.ceil(vocabulary / 32)
         self._fill_seconds = fill_seconds
         self._lanes: dict[str, LaneGrammar] = {}
-        self._filler = Filler()
 
     def open(self, windows: Sequence[Window]) -> None:
         """Give every newcomer among the constrained lanes its matcher."""
@@ -168,6 +152,7 @@ class Constraints:
                 self._lanes[window.request_id],
                 window.draft,
                 np.full((len(window.draft) + 1, self._words), -1, dtype=np.int32),
+                threading.Lock(),
                 threading.Event(),
             )
             for index, window in enumerate(windows)
@@ -175,8 +160,7 @@ class Constraints:
         ]
         if not fills:
             return None
-        self._filler.begin(fills)
-        return FillingMasks(self._filler, fills, self._fill_seconds)
+        return FillingMasks(fills, self._fill_seconds)
 
     def advance(self, window: Window, walk: Acceptance) -> Acceptance:
         """Move the lane's matcher over what a walk emitted; the walk, cut where its grammar ends."""

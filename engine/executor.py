@@ -56,7 +56,9 @@ class Executor:
             for window, walk in live
         }
         cached = self._backend.keep(kept)
-        return [LaneResult(window, walk, cached[window.slot], self._constraints.failure(window)) for window, walk in live]
+        return [
+            LaneResult(window, walk, cached[window.slot], self._constraints.failure(window)) for window, walk in live
+        ]
 
     def _walk(self, window: Window, drawn: Drawn) -> Acceptance:
         walk = self._scheduler.accept(window, drawn)

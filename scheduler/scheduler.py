@@ -139,7 +139,9 @@ class Scheduler:
 
     def _draft_limit(self, lane: Lane) -> int:
         limits = self._limits
-        return limits.draft_tokens if lane.request.constraint is None else max(limits.draft_tokens, limits.forced_tokens)
+        return (
+            limits.draft_tokens if lane.request.constraint is None else max(limits.draft_tokens, limits.forced_tokens)
+        )
 
     def plan_ahead(self, flying: Round) -> Round | None:
         """The round after `flying`, on draws that have not been read; None unless it can all be plain decode windows.

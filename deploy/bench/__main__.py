@@ -7,6 +7,7 @@ from types import FrameType
 
 import typer
 
+from deploy.bench.constrained import constrained
 from deploy.bench.copying import copy
 from deploy.bench.everything import everything
 from deploy.bench.fake import fake
@@ -21,6 +22,7 @@ SUBCOMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("loop", loop),
     ("copy", copy),
     ("rounds", rounds),
+    ("constrained", constrained),
     ("fake", fake),
     ("all", everything),
 )

@@ -178,6 +178,7 @@ def request_bytes(target: Target, prompt: Prompt, load: Load) -> bytes:
     else:
         route = "/completions"
         body["prompt"] = prompt.text
+    body |= prompt.fields
     content = msgspec.json.encode(body)
     lines = [
         f"POST {target.base}{route} HTTP/1.1",

@@ -76,7 +76,7 @@ def _warm_up(server: Server, plan: Plan) -> None:
     """One run that does not count: it loads the model and touches the memory that later runs use."""
     say(f"warming up {server.name}")
     load = replace(plan.load, clients=max(plan.levels))
-    run = drive_now(_target_of(server), draw(plan.prompts, load.clients, start=0, label="warm-up"), load)
+    run = drive_now(target_of(server), draw(plan.prompts, load.clients, start=0, label="warm-up"), load)
     for error in first_errors(run.records):
         say(error)
 
@@ -88,7 +88,7 @@ def _compare_at(level: int, sides: Sequence[Server], plan: Plan) -> Comparison:
     for pair in range(plan.pairs):
         drawn = draw(plan.prompts, count, start=pair * count, label=f"{level}-{pair}")
         for server, of_side in zip(sides, runs, strict=True):
-            of_side.append(drive_now(_target_of(server), drawn, load))
+            of_side.append(drive_now(target_of(server), drawn, load))
             speed = summarise(of_side[-1])
             say(
                 f"{level} clients, pair {pair + 1} of {plan.pairs}, {server.name}: "
@@ -98,7 +98,8 @@ def _compare_at(level: int, sides: Sequence[Server], plan: Plan) -> Comparison:
     return Comparison(level, tuple(ours), tuple(theirs))
 
 
-def _target_of(server: Server) -> Target:
+def target_of(server: Server) -> Target:
+    """Where a server of this comparison listens."""
     return Target(server.host, server.port, server.model)
 
 

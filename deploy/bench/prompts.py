@@ -4,9 +4,10 @@ A run draws its prompts with `draw`, which opens each with a system message of i
 of its prefix cache what another one has to compute.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -27,6 +28,8 @@ class Prompt:
 
     name: str
     messages: tuple[Message, ...]
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """What its body holds besides."""
 
     @property
     def text(self) -> str:
@@ -105,5 +108,5 @@ def _opened_by(words: str, prompt: Prompt) -> Prompt:
     """The words go into the system message: a small model that finds them in the user's would repeat them."""
     first, *rest = prompt.messages
     if first.role == "system":
-        return Prompt(prompt.name, (Message("system", f"{words} {first.content}"), *rest))
-    return Prompt(prompt.name, (Message("system", f"{words} You are a helpful assistant."), first, *rest))
+        return replace(prompt, messages=(Message("system", f"{words} {first.content}"), *rest))
+    return replace(prompt, messages=(Message("system", f"{words} You are a helpful assistant."), first, *rest))

@@ -6,17 +6,21 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from backends.base import Flight
-from backends.fake import EOS, FakeBackend, FakeFlight, FakeLane
+import numpy as np
+
+from backends.base import Flight, Masks, MaskWords
+from backends.fake import EOS, FakeBackend
+from backends.grammar.base import Matcher
 from engine.config import EngineConfig
 from engine.loop import Loop
 from engine.messages import Cancel, Finish, Message, Submit
 from scheduler.draft import DraftAsk, DraftSource
-from scheduler.events import Event, Finished, Tokens
+from scheduler.events import Event, Finished, TokenLogprob, Tokens
 from scheduler.lookup import PromptLookup
 from scheduler.request import FinishReason, Request
-from scheduler.round import Window
+from scheduler.round import Drawn, History, Window
 from scheduler.stats import Stats
+from tests.engine.grammars import WORDS, Chart, ChartMatcher
 
 PATIENCE = 5000
 """Steps after which a run that should have ended has hung."""
@@ -37,6 +41,7 @@ class Plain:
     """Delivered ones."""
     reason: FinishReason
     completion_tokens: int
+    logprobs: tuple[TokenLogprob, ...]
 
     @property
     def fed(self) -> tuple[int, ...]:
@@ -44,19 +49,51 @@ class Plain:
         return (*self.tokens, EOS) if self.completion_tokens > len(self.tokens) else self.tokens
 
 
+class OneMask:
+    """The mask of the one row of the one window that a plain decode has."""
+
+    def __init__(self, matcher: Matcher) -> None:
+        self._words = np.zeros((1, WORDS), dtype=np.int32)
+        matcher.fill(self._words[0])
+
+    def wait(self) -> Mapping[int, MaskWords]:
+        return {0: self._words}
+
+
 def decode(request: Request) -> Plain:
     """One lane, one token at a time."""
-    model, lane = Terse(), FakeLane()
-    for token in request.prompt:
-        lane.feed(token)
+    model = Terse()
+    chart = request.constraint
+    assert chart is None or isinstance(chart, Chart)
+    matcher = ChartMatcher(chart) if chart is not None else None
+    text, start = list(request.prompt), 0
     tokens: list[int] = []
+    logprobs: list[TokenLogprob] = []
     while len(tokens) < request.max_tokens:
-        token = model.draw(lane, request.sampling)
-        if token in request.stop_tokens and not request.ignore_eos:
-            return Plain(tuple(tokens), FinishReason.STOP, len(tokens) + 1)
+        window = Window(
+            0,
+            request.request_id,
+            start,
+            tuple(text[start:]),
+            True,
+            request.sampling,
+            len(text) + 1,
+            history=History(text, len(request.prompt)) if request.sampling.counts else None,
+            constraint=chart,
+        )
+        (drawn,) = model.verify([window], masks=OneMask(matcher) if matcher else None).read()
+        start = len(text)
+        (token,) = drawn.tokens
+        if token in request.stop_tokens and (chart is not None or not request.ignore_eos):
+            return Plain(tuple(tokens), FinishReason.STOP, len(tokens) + 1, tuple(logprobs))
         tokens.append(token)
-        lane.feed(token)
-    return Plain(tuple(tokens), FinishReason.LENGTH, len(tokens))
+        logprobs += drawn.logprobs
+        text.append(token)
+        if matcher is not None:
+            assert matcher.accept(token)
+            if matcher.finished:
+                return Plain(tuple(tokens), FinishReason.STOP, len(tokens), tuple(logprobs))
+    return Plain(tuple(tokens), FinishReason.LENGTH, len(tokens), tuple(logprobs))
 
 
 class Prophet:
@@ -119,11 +156,11 @@ def agreement(window: Window, text: Sequence[int]) -> int:
 
 
 class WatchedFlight:
-    def __init__(self, flight: FakeFlight, read: Callable[[], None]) -> None:
+    def __init__(self, flight: Flight, read: Callable[[], None]) -> None:
         self.flight = flight
         self._read = read
 
-    def read(self) -> list[list[int]]:
+    def read(self) -> list[Drawn]:
         self._read()
         return self.flight.read()
 
@@ -155,8 +192,12 @@ class Watched:
         self.released: list[str] = []
         self.faults: list[str] = []
         self.resets = 0
+        self.copies = 0
+        """How many lanes were begun with what a sibling had cached."""
 
-    def verify(self, windows: Sequence[Window], after: Flight | None = None) -> WatchedFlight:
+    def verify(
+        self, windows: Sequence[Window], after: Flight | None = None, masks: Masks | None = None
+    ) -> WatchedFlight:
         number = len(self.forwards)
         self.forwards.append(Forward(tuple(windows), after is not None, self.mails))
         self.log.append(f"verify {number}")
@@ -166,7 +207,7 @@ class Watched:
             self.failed.append(number)
             raise RuntimeError("no more memory")
         flown = after.flight if isinstance(after, WatchedFlight) else None
-        return WatchedFlight(self.model.verify(windows, flown), lambda: self._on_read(number))
+        return WatchedFlight(self.model.verify(windows, flown, masks), lambda: self._on_read(number))
 
     def _on_read(self, number: int) -> None:
         self.log.append(f"read {number}")
@@ -183,7 +224,9 @@ class Watched:
         elif holder != window.request_id:
             self.faults.append(f"{window.request_id} was put into the slot of {holder}")
         text = self.texts[window.request_id]
-        if window.start and self._cached(window.slot)[: window.start] != text[: window.start]:
+        holds_text = window.slot if window.copies is None else window.copies
+        self.copies += window.copies is not None
+        if window.start and self._cached(holds_text)[: window.start] != text[: window.start]:
             self.faults.append(f"the cache of {window.request_id} is not its text up to {window.start}")
         if window.tokens != text[window.start : window.start + len(window.tokens)]:
             self.faults.append(f"a window of {window.request_id} is not its text from {window.start}")
@@ -260,6 +303,22 @@ class Served:
     """How many tokens each stop string kept, where one was found."""
     prophets: list[Prophet] = field(default_factory=list)
     stats: Stats | None = None
+    strayed: list[str] = field(default_factory=list)
+    """Whose matcher stood, after some round, elsewhere than behind the tokens delivered."""
+
+    def look_at_matchers(self, loop: Loop) -> None:
+        for name, lane in loop._executor._constraints._lanes.items():
+            chart, matcher = self.guests[name].request.constraint, lane.matcher
+            assert isinstance(chart, Chart)
+            assert isinstance(matcher, ChartMatcher)
+            fresh = ChartMatcher(chart)
+            if not all(fresh.accept(token) for token in self.tokens(name)) or matcher.states != fresh.states:
+                self.strayed.append(name)
+
+    def logprobs(self, request_id: str) -> tuple[TokenLogprob, ...]:
+        return tuple(
+            logprob for event in self.events(request_id) if isinstance(event, Tokens) for logprob in event.logprobs
+        )
 
     def events(self, request_id: str) -> list[Event]:
         return [event for step in self.steps for event in step.events if event.request_id == request_id]
@@ -350,4 +409,5 @@ def serve(
         first = mail.looks
         events = loop.step()
         served.steps.append(Step(first, mail.looks - 1, tuple(events)))
+        served.look_at_matchers(loop)
     raise AssertionError("the loop never came to rest")

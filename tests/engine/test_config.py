@@ -11,6 +11,8 @@ from engine.config import EngineConfig
         ({"max_lanes": 0}, "max_lanes"),
         ({"max_lanes": 8, "round_rows": 8}, "round_rows"),
         ({"draft_tokens": -1}, "draft_tokens"),
+        ({"forced_tokens": -1}, "forced_tokens"),
+        ({"fill_seconds": 0}, "fill_seconds"),
     ],
 )
 def test_a_setting_that_cannot_work_is_named(settings: dict[str, int], named: str) -> None:

@@ -13,18 +13,34 @@ from backends.fake import EOS
 from engine.config import EngineConfig
 from scheduler.events import Finished, Tokens
 from scheduler.request import FinishReason, Request, Sampling
+from tests.engine.grammars import Chart, random_chart
 from tests.engine.served import Guest, Leave, Served, StopString, agreement, decode, serve
 
 STOPS = frozenset({EOS})
 TOKEN = st.integers(0, 255)
 SOURCES = st.sampled_from(["", "lookup", "prophet", "lookup+prophet", "prophet+lookup"])
 
-SAMPLINGS = st.builds(
+PLAIN_SAMPLINGS = st.builds(
     Sampling,
     temperature=st.sampled_from([0.0, 0.0, 0.3, 1.0, 1.7]),
     seed=st.integers(0, 2**64 - 1),
     choice=st.integers(0, 3),
 )
+SAMPLINGS = PLAIN_SAMPLINGS | st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
+    seed=st.integers(0, 2**64 - 1),
+    top_k=st.sampled_from([0, 0, 1, 7]),
+    top_p=st.sampled_from([1.0, 1.0, 0.9, 0.3]),
+    min_p=st.sampled_from([0.0, 0.0, 0.1]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.3, 0.8]),
+    presence_penalty=st.sampled_from([0.0, 0.0, 1.5]),
+    frequency_penalty=st.sampled_from([0.0, 0.0, 0.7, -0.5]),
+    logit_bias=st.just(())
+    | st.lists(st.tuples(TOKEN, st.floats(-9, 9)), max_size=4, unique_by=lambda b: b[0]).map(tuple),
+    logprobs=st.sampled_from([None, None, 0, 3]),
+)
+CONSTRAINTS = st.none() | st.none() | st.builds(random_chart, st.integers(0, 10_000))
 GOES = st.none() | st.builds(Leave, st.integers(0, 40)) | st.builds(StopString, st.integers(4, 40), st.integers(0, 3))
 
 
@@ -37,10 +53,21 @@ def prompts(draw: st.DrawFn) -> tuple[int, ...]:
 
 @st.composite
 def guests(draw: st.DrawFn) -> list[Guest]:
+    """Some of them are siblings, who have their prompt in common."""
     names = [f"r{place}" for place in range(draw(st.integers(1, 9)))]
+    families = {family: draw(prompts()) for family in ("a", "b")}
     return [
         Guest(
-            Request(name, draw(prompts()), draw(st.integers(1, 40)), draw(SAMPLINGS), STOPS, draw(st.booleans())),
+            Request(
+                name,
+                families.get(family := draw(st.sampled_from(["", "", "a", "b"]))) or draw(prompts()),
+                draw(st.integers(1, 40)),
+                draw(SAMPLINGS),
+                STOPS,
+                draw(st.booleans()),
+                draw(CONSTRAINTS),
+                family,
+            ),
             draw(st.integers(0, 30)),
             draw(GOES),
         )
@@ -51,7 +78,8 @@ def guests(draw: st.DrawFn) -> list[Guest]:
 @st.composite
 def configs(draw: st.DrawFn) -> EngineConfig:
     lanes = draw(st.integers(1, 6))
-    return EngineConfig(lanes, lanes + draw(st.integers(1, 40)), draw(st.sampled_from([0, 0, 1, 3, 6])))
+    rows = lanes + draw(st.integers(1, 40))
+    return EngineConfig(lanes, rows, draw(st.sampled_from([0, 0, 1, 3, 6])), draw(st.sampled_from([0, 5])))
 
 
 @st.composite
@@ -86,6 +114,7 @@ def test_rules_1_and_3_everyone_who_stays_gets_the_plain_answer(run: Served) -> 
     for name in run.undisturbed():
         plain = decode(run.guests[name].request)
         assert (run.tokens(name), run.end(name).reason) == (plain.tokens, plain.reason)
+        assert run.logprobs(name) == plain.logprobs
         assert len(plain.tokens) <= run.guests[name].request.max_tokens
 
 
@@ -93,7 +122,30 @@ def test_rules_1_and_3_everyone_who_stays_gets_the_plain_answer(run: Served) -> 
 @given(run=runs())
 def test_rule_2_an_eos_is_never_delivered_unless_ignored(run: Served) -> None:
     for name, guest in run.guests.items():
-        assert guest.request.ignore_eos or EOS not in run.tokens(name)
+        ignored = guest.request.ignore_eos and guest.request.constraint is None
+        assert ignored or EOS not in run.tokens(name)
+
+
+@examples
+@given(run=runs())
+def test_rule_4_a_lane_ends_where_its_grammar_can_only_end(run: Served) -> None:
+    for name, guest in run.guests.items():
+        chart = guest.request.constraint
+        if not isinstance(chart, Chart):
+            continue
+        matcher = chart.matcher()
+        for token in run.tokens(name):
+            assert not matcher.finished, "something was sampled behind the end"
+            assert matcher.accept(token)
+        if matcher.finished and name in run.undisturbed():
+            assert run.end(name).reason is FinishReason.STOP
+
+
+@examples
+@given(run=runs())
+def test_rule_5_rejected_drafts_leave_no_trace_in_a_matcher(run: Served) -> None:
+    """`serve` looks at every matcher after every round."""
+    assert run.strayed == []
 
 
 @examples
@@ -163,8 +215,9 @@ def test_rule_13_the_accounts_are_exact_and_add_up_to_the_counters(run: Served) 
         usage = run.end(name).usage
         assert (usage.prompt_tokens, usage.cached_tokens) == (len(guest.request.prompt), 0)
         if name not in run.stopped:
-            ended_by_eos = run.end(name).reason is FinishReason.STOP
-            assert usage.completion_tokens == len(run.tokens(name)) + ended_by_eos
+            assert usage.completion_tokens - len(run.tokens(name)) in (0, run.end(name).reason is FinishReason.STOP)
+            if name in run.undisturbed():
+                assert usage.completion_tokens == decode(guest.request).completion_tokens
         for count in usage.drafts:
             drafts[count.source] += count.drafts
             assert count.drafts == count.drafted[0]

@@ -7,7 +7,7 @@ import pytest
 
 from scheduler.events import Event, Finished, Tokens
 from scheduler.request import FinishReason, Request
-from scheduler.round import LaneResult, Round
+from scheduler.round import Drawn, LaneResult, Round
 from scheduler.scheduler import Limits, Scheduler
 
 EOS = 9
@@ -39,7 +39,7 @@ class Served:
         results = []
         for window in self.planned.windows:
             if self.scheduler.serves(window):
-                walk = self.scheduler.accept(window, drawn if window.request_id == "a" else (7,))
+                walk = self.scheduler.accept(window, Drawn(drawn if window.request_id == "a" else (7,)))
                 results.append(LaneResult(window, walk, window.start + window.real + walk.accepted))
         self.events += self.scheduler.commit(results, 3.0)
 

@@ -10,13 +10,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from scheduler.events import Event, Finished, Tokens
 from scheduler.request import DraftCount, FinishReason, Request, Sampling
-from scheduler.round import LaneResult, Round, Window
+from scheduler.round import Drawn, LaneResult, Round, Window
 from scheduler.scheduler import Limits, Scheduler
 from tests.scheduler.plain import replay
 
 EOS = 5
 TOKENS = st.integers(0, EOS)
 SOURCES = ("one", "two")
+
+
+class Anything:
+    """A constraint, as far as the scheduler can tell."""
+
+    summary = "anything"
 
 
 @dataclass
@@ -42,8 +48,9 @@ class Tale:
         return [*self.request.prompt, *self.generated]
 
     @property
-    def decodes(self) -> bool:
-        return self.cached == len(self.text) - 1
+    def shared(self) -> int:
+        """How much of its text it has in common with its siblings, and may copy."""
+        return len(self.request.prompt) - 1 if self.request.siblings else 0
 
     @property
     def remaining(self) -> int:
@@ -51,7 +58,8 @@ class Tale:
 
     @property
     def stop_tokens(self) -> frozenset[int]:
-        return frozenset() if self.request.ignore_eos else self.request.stop_tokens
+        ignores = self.request.ignore_eos and self.request.constraint is None
+        return frozenset() if ignores else self.request.stop_tokens
 
 
 def by_position(drafts: Sequence[tuple[str, int, int]]) -> dict[str, DraftCount]:
@@ -83,9 +91,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.rounds: list[list[Window]] = []
         self.drafts: list[tuple[str, int, int]] = []
 
-    @initialize(lanes=st.integers(1, 4), more_rows=st.integers(1, 12), draft_tokens=st.integers(0, 4))
-    def begin(self, lanes: int, more_rows: int, draft_tokens: int) -> None:
-        self.limits = Limits(lanes, lanes + more_rows, draft_tokens)
+    @initialize(
+        lanes=st.integers(1, 4),
+        more_rows=st.integers(1, 12),
+        draft_tokens=st.integers(0, 4),
+        forced_tokens=st.integers(0, 6),
+    )
+    def begin(self, lanes: int, more_rows: int, draft_tokens: int, forced_tokens: int) -> None:
+        self.limits = Limits(lanes, lanes + more_rows, draft_tokens, forced_tokens)
         self.scheduler = Scheduler(self.limits)
 
     def tick(self) -> float:
@@ -99,12 +112,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         stop_tokens=st.frozensets(st.sampled_from([0, EOS])),
         ignore_eos=st.booleans(),
-        seed=st.integers(0, 2),
+        sampling=st.sampled_from([Sampling(1.0, 0), Sampling(1.0, 1), Sampling(1.0, top_p=0.5), Sampling(logprobs=0)]),
+        constraint=st.sampled_from([None, None, None, Anything()]),
+        family=st.sampled_from(["", "", "a", "b"]),
     )
     def submit(
-        self, prompt: tuple[int, ...], max_tokens: int, stop_tokens: frozenset[int], ignore_eos: bool, seed: int
+        self,
+        prompt: tuple[int, ...],
+        max_tokens: int,
+        stop_tokens: frozenset[int],
+        ignore_eos: bool,
+        sampling: Sampling,
+        constraint: Anything | None,
+        family: str,
     ) -> None:
-        request = Request(f"r{len(self.tales)}", prompt, max_tokens, Sampling(1.0, seed), stop_tokens, ignore_eos)
+        for tale in self.tales.values():
+            if family and tale.request.siblings == family:
+                prompt = tale.request.prompt
+        name = f"r{len(self.tales)}"
+        request = Request(name, prompt, max_tokens, sampling, stop_tokens, ignore_eos, constraint, family)
         self.scheduler.submit(request, self.tick())
         tale = self.tales[request.request_id] = Tale(request, self.now)
         self.waiting.append(tale)
@@ -198,14 +224,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         for window in planned.windows:
             self.check_window(window, self.tales[window.request_id])
         by_id = {window.request_id: window for window in planned.windows}
-        decoding = [tale.request.request_id for tale in self.lanes if tale.decodes]
+        feeds = [(tale, *start) for tale in self.lanes if (start := self.start_of(tale)) is not None]
+        decoding = [tale.request.request_id for tale, start, _ in feeds if start == len(tale.text) - 1]
         assert [window.request_id for window in planned.windows if window.samples] == decoding
-        fed = [
-            by_id[tale.request.request_id].rows if tale.request.request_id in by_id else 0
-            for tale in self.lanes
-            if not tale.decodes
-        ]
-        wanted = [len(tale.text) - 1 - tale.cached for tale in self.lanes if not tale.decodes]
+        prefilling = [(tale, start) for tale, start, _ in feeds if start < len(tale.text) - 1]
+        fed = [by_id[tale.request.request_id].rows if tale.request.request_id in by_id else 0 for tale, _ in prefilling]
+        wanted = [len(tale.text) - 1 - start for tale, start in prefilling]
         if fed != wanted:
             assert rows == self.limits.round_rows, "prefill takes all that is left"
             whole = [have == want for have, want in zip(fed, wanted, strict=True)]
@@ -213,21 +237,30 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not any(fed[first_short + 1 :]), "first come, first served"
         assert not wanted or any(fed), "prefill never starves"
 
+    def start_of(self, tale: Tale) -> tuple[int, int | None] | None:
+        """Where a lane goes on and which slot it copies so far; None if it waits for an elder's prefill."""
+        family = [other for other in self.lanes if other.request.siblings == tale.request.siblings]
+        if tale.cached >= tale.shared or tale is family[0]:
+            return tale.cached, None
+        return (tale.shared, family[0].slot) if family[0].cached >= tale.shared else None
+
     def check_window(self, window: Window, tale: Tale) -> None:
         assert tale in self.lanes
+        assert (window.start, window.copies) == self.start_of(tale)
         if tale.slot is None:
             tale.slot = window.slot
         assert window.slot == tale.slot, "a lane stays in its slot"
-        assert window.start == tale.cached
         assert window.tokens == tuple(tale.text[window.start : window.end])
         assert window.sampling == tale.request.sampling
         assert window.end <= window.reach <= len(tale.text) + 1
         assert not window.carried
         assert window.draft == ()
+        assert (window.constraint is not None) == (window.samples and tale.request.constraint is not None)
         if window.samples:
-            assert tale.decodes
+            assert window.start == len(tale.text) - 1
             assert window.tokens == (tale.text[-1],)
-            assert 0 <= window.budget <= min(self.limits.draft_tokens, tale.remaining - 1)
+            forced = self.limits.forced_tokens if window.constraint else 0
+            assert 0 <= window.budget <= min(max(self.limits.draft_tokens, forced), tale.remaining - 1)
         else:
             assert window.tokens
             assert window.budget == 0
@@ -256,6 +289,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             and all(tale.request.request_id in aboard for tale in self.lanes)
             and not (self.waiting and len(self.lanes) < self.limits.max_lanes)
             and bool(going_on)
+            and all(self.plain(tale) for tale in self.lanes)
         )
         assert (planned is not None) == allowed
         if planned is None:
@@ -263,12 +297,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert planned.ahead
         for window, tale in zip(planned.windows, going_on, strict=True):
             assert (window.request_id, window.slot) == (tale.request.request_id, tale.slot)
-            assert (window.start, window.tokens, window.carried) == (tale.cached + 1, (), True)
-            assert (window.samples, window.draft, window.budget) == (True, (), 0)
-            assert (window.real, window.rows, window.end) == (1, 1, tale.cached + 2)
+            assert (window.start, window.tokens, window.carried) == (len(tale.text), (), True)
+            assert (window.samples, window.draft, window.budget, window.copies) == (True, (), 0, None)
+            assert (window.real, window.rows, window.end) == (1, 1, len(tale.text) + 1)
             assert window.sampling == tale.request.sampling
             assert window.reach >= window.end
         self.ahead = planned.windows
+
+    def plain(self, tale: Tale) -> bool:
+        """Nothing about its next draw needs the host."""
+        return tale.request.constraint is None and tale.request.sampling in (Sampling(1.0, 0), Sampling(1.0, 1))
 
     @precondition(lambda self: self.flying is not None)
     @rule(data=st.data())
@@ -283,7 +321,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.scheduler.serves(window) == (tale in self.lanes)
             if tale not in self.lanes:
                 continue
-            assert window.start == tale.cached
             results.append(self.walk(window, tale, data, expected))
         events = self.scheduler.commit(results, self.now)
         self.hear(events)
@@ -309,16 +346,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not window.samples:
             tale.cached = window.end
             return LaneResult(window, None, window.end)
+        if window.constraint is not None and data.draw(st.integers(0, 9)) == 9:
+            tale.cached = window.end
+            expected.append((window.request_id, (), FinishReason.ERROR))
+            return LaneResult(window, None, window.end, "its grammar failed")
         right = data.draw(st.integers(0, len(window.draft)))
         drawn = (*window.draft[:right], *(data.draw(TOKENS) for _ in range(len(window.draft) + 1 - right)))
-        walk = self.scheduler.accept(window, drawn)
+        walk = self.scheduler.accept(window, Drawn(drawn))
         assert walk == replay(window.draft, drawn, tale.stop_tokens, tale.remaining)
         if tale.first_token is None:
             tale.first_token = self.now
         tale.generated += walk.emitted
         tale.eos_drawn = walk.ended_by_token
         tale.cached = window.start + window.real + walk.accepted
-        assert walk.end is not None or tale.decodes, "cached == len(tokens) - 1 while decoding"
+        assert walk.end is not None or tale.cached == len(tale.text) - 1, "cached == len(tokens) - 1 while decoding"
         if window.draft:
             tale.drafts.append((window.source, len(window.draft), walk.accepted))
             self.drafts.append(tale.drafts[-1])

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.request import Request
-from scheduler.round import LaneResult
+from scheduler.round import Drawn, LaneResult
 from scheduler.scheduler import Limits, Scheduler
 from scheduler.stats import LANE_BUCKETS, ROW_BUCKETS, DraftCounter, Histogram
 
@@ -48,7 +48,7 @@ def test_a_snapshot_does_not_change_behind_its_readers_back() -> None:
         planned = scheduler.plan(now)
         assert planned is not None
         (window,) = planned.windows
-        walk = scheduler.accept(window, (3,))
+        walk = scheduler.accept(window, Drawn((3,)))
         scheduler.commit([LaneResult(window, walk, window.end)], now)
     after = scheduler.stats()
     assert (empty.waiting, empty.running, empty.rounds["decode"], sum(empty.lanes_per_round.counts)) == (1, 0, 0, 0)
