@@ -31,10 +31,10 @@ class LaneGrammar:
         """Why the lane must end."""
 
     def valid_prefix(self, draft: Sequence[int]) -> int:
-        """How many tokens of a draft the grammar allows; it may end, but nothing goes on behind its end."""
+        """How many tokens of a draft the grammar allows."""
         accepted = 0
         for token in draft:
-            if self.matcher.finished or not self.matcher.accept(token):
+            if not self.matcher.accept(token):
                 break
             accepted += 1
         self.matcher.rollback(accepted)
@@ -42,17 +42,13 @@ class LaneGrammar:
 
     def fill(self, draft: Sequence[int], words: MaskWords) -> None:
         """One row of `words` per position of a pruned draft, its end included; the matcher ends where it began."""
-        walked = 0
-        for row, token in enumerate((*draft, None)):
-            if self.matcher.finished and row > 0:
-                break  # the walk ends before these rows are looked at
+        for row, token in enumerate(draft):
             self.matcher.fill(words[row])
-            if not words[row].any():
-                self.failure = "the grammar allows no token here"
-                words[row] = -1
-            if token is not None:
-                walked += self.matcher.accept(token)
-        self.matcher.rollback(walked)
+            self.matcher.accept(token)
+        self.matcher.fill(words[-1])
+        self.matcher.rollback(len(draft))
+        if not words.any(axis=1).all():
+            self.failure = "the grammar allows no token here"
 
     def advance(self, walk: Acceptance) -> Acceptance:
         """Go on by what a walk emitted, and cut it where the grammar can only end (contract rule 4)."""
@@ -61,12 +57,12 @@ class LaneGrammar:
                 self.failure = "the grammar does not allow the token that was drawn"
                 return walk
             if self.matcher.finished:
-                accepted = min(walk.accepted, count)
-                return Acceptance(walk.emitted[:count], accepted, FinishReason.STOP, False, walk.logprobs[:count])
+                emitted, logprobs = walk.emitted[:count], walk.logprobs[:count]
+                return Acceptance(emitted, walk.accepted, FinishReason.STOP, logprobs=logprobs)
         return walk
 
 
-class _Fill(msgspec.Struct):
+class Fill(msgspec.Struct):
     """One window's masks: asked by the engine thread, filled by whichever thread claims them first."""
 
     index: int
@@ -91,7 +87,7 @@ class _Fill(msgspec.Struct):
 class FillingMasks:
     """The masks of one round, under way on a thread of their own. Implements `backends.base.Masks`."""
 
-    def __init__(self, fills: Sequence[_Fill], seconds: float) -> None:
+    def __init__(self, fills: Sequence[Fill], seconds: float) -> None:
         self._fills = fills
         self._seconds = seconds
         self._masks: dict[int, MaskWords] | None = None
@@ -111,7 +107,7 @@ class FillingMasks:
         return self._masks
 
 
-def _begin(fills: Sequence[_Fill]) -> None:
+def _begin(fills: Sequence[Fill]) -> None:
     def run_all() -> None:
         for fill in fills:
             fill.run()
@@ -147,7 +143,7 @@ class Constraints:
     def fill(self, windows: Sequence[Window]) -> FillingMasks | None:
         """Begin to fill the masks of all constrained windows; None if there is none."""
         fills = [
-            _Fill(
+            Fill(
                 index,
                 self._lanes[window.request_id],
                 window.draft,

@@ -171,10 +171,12 @@ class Watched:
     Holds every window and every cache against the texts that plain decoding gives (contract rules 15 and 16).
     """
 
-    def __init__(self, texts: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, texts: Mapping[str, tuple[int, ...]], prompts: Mapping[str, int]) -> None:
+        """Each request's plain text, prompt included, and how many tokens of it are the prompt."""
         self.model = Terse()
         self.info = self.model.info
         self.texts = texts
+        self.prompts = prompts
         self.mails = 0
         self.fail_verify: set[int] = set()
         self.fail_read: set[int] = set()
@@ -230,8 +232,17 @@ class Watched:
             self.faults.append(f"the cache of {window.request_id} is not its text up to {window.start}")
         if window.tokens != text[window.start : window.start + len(window.tokens)]:
             self.faults.append(f"a window of {window.request_id} is not its text from {window.start}")
+        chart = window.constraint
+        if isinstance(chart, Chart):
+            matcher = ChartMatcher(chart)
+            if not all(matcher.accept(token) for token in (*self.generated(window), *window.draft)):
+                self.faults.append(f"{window.request_id} drafted what its grammar does not allow")
         if len(window.draft) > window.budget:
             self.faults.append(f"{window.request_id} drafted more than its budget")
+
+    def generated(self, window: Window) -> tuple[int, ...]:
+        """What the window's lane has generated when it begins."""
+        return self.texts[window.request_id][self.prompts[window.request_id] : window.start + window.real]
 
     def _cached(self, slot: int) -> tuple[int, ...]:
         return tuple(self.model.lanes[slot].tokens) if slot in self.model.lanes else ()
@@ -393,7 +404,7 @@ def serve(
     """Run the loop until everything has ended."""
     by_name = {guest.request.request_id: guest for guest in guests}
     texts = {name: (*guest.request.prompt, *decode(guest.request).fed) for name, guest in by_name.items()}
-    backend = Watched(texts)
+    backend = Watched(texts, {name: len(guest.request.prompt) for name, guest in by_name.items()})
     backend.fail_verify |= set(fail_verify)
     backend.fail_read |= set(fail_read)
     backend.fail_keep |= set(fail_keep)
@@ -405,6 +416,7 @@ def serve(
     for _ in range(PATIENCE):
         if loop.idle and mail.looks > mail.last:
             served.stats = loop.stats()
+            assert not loop._executor._constraints._lanes, "a matcher was kept for a lane that left"
             return served
         first = mail.looks
         events = loop.step()

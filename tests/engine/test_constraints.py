@@ -7,13 +7,15 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
 from backends.base import MaskWords
 from backends.fake import EOS
 from engine.config import EngineConfig
+from engine.constraints import Fill, FillingMasks, LaneGrammar
 from scheduler.request import FinishReason, Request, Sampling
-from tests.engine.grammars import Chart, ChartMatcher, literal
+from tests.engine.grammars import WORDS, Chart, ChartMatcher, literal
 from tests.engine.served import Guest, Served, decode, serve
 
 STOPS = frozenset({EOS})
@@ -90,6 +92,18 @@ def test_rule_4_a_matcher_that_ends_inside_a_draft(draft_tokens: int, sources: s
     for forward in run.backend.forwards:
         for window in forward.windows:
             assert window.request_id != "bound 0" or window.end <= len(b"bound 0") + len(TEXT)
+
+
+def test_log_probabilities_end_with_the_text() -> None:
+    """Eight forced tokens and a bonus a round: in the last one the bonus lies behind the end."""
+    chart = literal(TEXT[:17])
+    request = Request("bound", (1, 2), 40, Sampling(0.0, logprobs=2), STOPS, constraint=chart)
+    run = serve([Guest(request)], EngineConfig(8, 100))
+    plain = decode(request)
+    assert len(plain.logprobs) == 17
+    assert (run.tokens("bound"), run.logprobs("bound")) == (plain.tokens, plain.logprobs)
+    sampled = [window for forward in run.backend.forwards for window in forward.windows if window.samples]
+    assert [len(window.draft) for window in sampled] == [8, 8]
 
 
 def test_rule_12_the_end_of_the_grammar_outranks_length() -> None:
@@ -188,3 +202,29 @@ def test_two_grammars_that_hang_in_one_round_both_end_and_the_third_goes_on() ->
         FinishReason.ERROR,
     ]
     assert others_are_plain(run, "bound 0", "bound 2")
+
+
+def test_a_thread_that_comes_back_from_a_grammar_touches_no_other_lane() -> None:
+    fills: list[str] = []
+
+    class Counted(ChartMatcher):
+        def fill(self, words: MaskWords) -> None:
+            fills.append(threading.current_thread().name)
+            super().fill(words)
+
+    hanging = bad("hangs")
+    stuck = BadMatcher(hanging, "hangs", hanging.released)
+    stuck._fills = 2
+    lanes = [LaneGrammar(stuck), LaneGrammar(Counted(literal(TEXT)))]
+    asked = [
+        Fill(index, lane, (), np.zeros((1, WORDS), np.int32), threading.Lock(), threading.Event())
+        for index, lane in enumerate(lanes)
+    ]
+    before = set(threading.enumerate())
+    masks = FillingMasks(asked, 0.1)
+    assert set(masks.wait()) == {1}
+    assert lanes[0].failure is not None
+    hanging.released.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(20)
+    assert len(fills) == 1
