@@ -468,3 +468,44 @@ def test_rule_7_seeds_and_choices_make_the_difference() -> None:
     ]
     run = serve(guests, EngineConfig(6, 16))
     assert len({run.tokens(name) for name in run.guests}) == len(samplings)
+
+
+# ---- siblings --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 3])
+@pytest.mark.parametrize("lanes", [2, 4, 6])
+def test_siblings_share_one_prefill(lanes: int, draft_tokens: int) -> None:
+    """Also those who come to a lane when the first ones have left it, as long as one of them is still there."""
+    prompt = tuple(range(50))
+    siblings = [
+        Guest(Request(f"r{choice}", prompt, 20 + 5 * choice, Sampling(1.0, 5, choice), STOPS, True, siblings="family"))
+        for choice in range(6)
+    ]
+    run = serve(siblings, EngineConfig(lanes, 20, draft_tokens), "lookup")
+    chunks = [window for forward in run.backend.forwards for window in forward.windows if not window.samples]
+    assert sum(window.rows for window in chunks) == len(prompt) - 1
+    assert {window.request_id for window in chunks} == {"r0"}
+    assert run.backend.copies == 5
+    assert run.backend.faults == []
+    for name, guest in run.guests.items():
+        assert run.tokens(name) == decode(guest.request).tokens
+    assert len({run.tokens(name) for name in run.guests}) == 6, "choices differ"
+
+
+def test_choice_0_is_the_request_alone() -> None:
+    alone = Request("alone", (1, 2, 3), 30, Sampling(1.0, 7), STOPS, True)
+    first = Request("first", (1, 2, 3), 30, Sampling(1.0, 7, 0), STOPS, True, siblings="family")
+    second = Request("second", (1, 2, 3), 30, Sampling(1.0, 7, 1), STOPS, True, siblings="family")
+    run = serve([Guest(alone), Guest(first), Guest(second)], EngineConfig(4, 20))
+    assert run.tokens("alone") == run.tokens("first") != run.tokens("second")
+
+
+def test_a_sibling_whose_elder_is_cancelled_in_prefill_does_it_itself() -> None:
+    prompt = tuple(range(60))
+    elder = Guest(Request("elder", prompt, 9, Sampling(0), STOPS, True, siblings="family"), 0, Leave(4))
+    younger = Guest(Request("younger", prompt, 9, Sampling(0), STOPS, True, siblings="family"))
+    run = serve([elder, younger], EngineConfig(4, 10))
+    assert run.end("elder").reason is FinishReason.CANCELLED
+    assert run.backend.copies == 0
+    assert run.tokens("younger") == decode(younger.request).tokens

@@ -65,7 +65,9 @@ class LayerBuffers:
         source, target, length = change.source, change.target, change.length
         for buffers in (self.keys, self.values):
             held = mx.contiguous(buffers[source.capacity][source.row, :, :length])
-            mx.eval(held)  # until it is made, it holds the buffer that it reads, and a write to that would copy all of it
+            mx.eval(
+                held
+            )  # until it is made, it holds the buffer that it reads, and a write to that would copy all of it
             buffer = buffers.pop(target.capacity)
             buffer[target.row, :, :length] = held
             buffers[target.capacity] = buffer

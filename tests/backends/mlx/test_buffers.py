@@ -156,6 +156,19 @@ def test_a_move_copies_one_lane_into_what_is_there() -> None:
     assert allocated(move) <= 1.1 * LANE_BYTES
 
 
+@pytest.mark.parametrize("length", [1000, 1024])
+def test_a_copy_within_a_group_copies_one_lane_too(length: int) -> None:
+    """A sibling's prompt; a copy of a whole row would otherwise be a view, which makes the write copy the group."""
+    buffers = wide_buffers()
+
+    def copy() -> None:
+        buffers.apply(Move(Seat(1024, 3), Seat(1024, 2), length))
+        mx.eval(buffers.arrays())
+
+    copy()
+    assert allocated(copy) <= 1.1 * LANE_BYTES
+
+
 def test_a_dropped_group_gives_its_memory_back() -> None:
     buffers = wide_buffers()
     buffers.apply(Resize(2048, 1))

@@ -226,6 +226,27 @@ def test_seeded_draws_are_the_same_in_any_company(path: str, company: str, agree
         agreement.check(request, served.tokens[request.request_id], alone("llama", request))
 
 
+@each_path
+@pytest.mark.parametrize(("length", "lanes"), [(1, 4), (33, 2), (250, 4), (300, 3)])
+def test_siblings_copy_one_prefill_and_get_what_they_get_alone(
+    path: str, length: int, lanes: int, agreement: Agreement
+) -> None:
+    """More of them than lanes, some outgrowing a capacity class, a stranger among them."""
+    prompt = prompt_of(90, length, VOCABULARY)
+    family = [
+        Request(f"choice-{choice}", prompt, 14 + 4 * choice, Sampling(1.0, 3, choice), siblings="family")
+        for choice in range(5)
+    ]
+    requests = [*family, greedy("stranger", prompt_of(91, 40, VOCABULARY), 30)]
+    served = serve(paths("llama")[path], submissions(requests), EngineConfig(max_lanes=lanes, round_rows=70))
+    for request in requests:
+        agreement.check(request, served.tokens[request.request_id], alone("llama", request))
+    windows = [window for played in served.rounds for window in played.windows]
+    prefilled = sum(window.rows for window in windows if not window.samples and window.request_id != "stranger")
+    assert prefilled == length - 1
+    assert sum(window.copies is not None for window in windows) == (4 if length > 1 else 0)
+
+
 def test_seeds_and_choices_matter() -> None:
     answers = {alone("llama", request).tokens for request in seeded()}
     assert len(answers) == len(seeded())
@@ -315,6 +336,6 @@ def test_a_carried_window_feeds_on_its_lanes_newest_draw(path: str) -> None:
         for window in reversed(drafted)
     ]
     second = backend.verify(carried, first)
-    assert first.read() == [list(answers[lane][: 3 + lane]) for lane in range(2)]
-    assert second.read() == [[answers[lane][3 + lane]] for lane in (1, 0)]
+    assert [drawn.tokens for drawn in first.read()] == [answers[lane][: 3 + lane] for lane in range(2)]
+    assert [drawn.tokens for drawn in second.read()] == [(answers[lane][3 + lane],) for lane in (1, 0)]
     forward.reset()
