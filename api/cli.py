@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from backends.grammar.limits import Limits
 from backends.mlx.runtime import BlasChoice, DtypePolicy, load_blas
 from engine.config import EngineConfig
 
@@ -32,6 +33,7 @@ models = typer.Typer(help="The models on this machine.", no_args_is_help=True)
 app.add_typer(models, name="models")
 
 _ENGINE = EngineConfig()
+_GRAMMARS = Limits()
 
 HostFlag = Annotated[str, typer.Option(help="Address to listen on; others than the loopback need --api-key-file.")]
 PortFlag = Annotated[int, typer.Option(min=0, max=65535, help="TCP port; 0 takes a free one.")]
@@ -64,6 +66,18 @@ def serve(
     max_lanes: Annotated[int, typer.Option(min=1, help="Requests served at once.")] = _ENGINE.max_lanes,
     round_rows: Annotated[int, typer.Option(min=2, help="The most rows of one forward.")] = _ENGINE.round_rows,
     draft_tokens: Annotated[int, typer.Option(min=0, help="The most tokens to draft; 0: off.")] = _ENGINE.draft_tokens,
+    forced_tokens: Annotated[
+        int, typer.Option(min=0, help="The most tokens to draft where a grammar knows the text; 0: off.")
+    ] = _ENGINE.forced_tokens,
+    fill_seconds: Annotated[
+        float, typer.Option(help="How long a grammar may take for one round of one lane.")
+    ] = _ENGINE.fill_seconds,
+    grammar_seconds: Annotated[
+        float, typer.Option(min=0.1, help="How long the compilation of a request's grammar may take.")
+    ] = _GRAMMARS.seconds,
+    grammar_cache_bytes: Annotated[
+        int, typer.Option(min=0, help="How much compiled grammars may hold.")
+    ] = _GRAMMARS.cache_bytes,
     backend: BackendFlag = "mlx",
     dtype: Annotated[DtypePolicy, typer.Option(help="What weights are held in; checkpoint: as stored.")] = "auto",
     blas: BlasFlag = "auto",
@@ -92,7 +106,8 @@ def serve(
             served_name=served_name,
             max_body_bytes=max_body_bytes,
             drain_seconds=drain_seconds,
-            engine=EngineConfig(max_lanes=max_lanes, round_rows=round_rows, draft_tokens=draft_tokens),
+            engine=EngineConfig(max_lanes, round_rows, draft_tokens, forced_tokens, fill_seconds),
+            grammars=Limits(seconds=grammar_seconds, cache_bytes=grammar_cache_bytes),
         )
         outcome = run(launch, Console())
     except (RuntimeError, OSError, ValueError) as error:

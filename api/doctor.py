@@ -1,4 +1,4 @@
-"""Looks at what `paceline serve` would need on this machine: BLAS, device, memory, model, port, socket.
+"""Looks at what `paceline serve` would need on this machine: BLAS, device, memory, model, grammar engine, port, socket.
 
 Each look is by itself, and none may raise. Changes nothing.
 """
@@ -8,6 +8,7 @@ import json
 import os
 import stat
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -35,6 +36,7 @@ def examine(*, model: str, home: Path, host: str, port: int, uds: Path | None, b
         ("device", look_at_device),
         ("memory", lambda: look_at_memory(model, home)),
         ("model", lambda: look_at_model(model, home)),
+        ("grammar", look_at_grammar),
         ("port", lambda: look_at_port(host, port)),
     ]
     if uds is not None:
@@ -90,6 +92,14 @@ def look_at_model(model: str, home: Path) -> Finding:
     if model.count("/") == 1:
         return Finding("model", f"{model} would be taken from the hub")
     return Finding("model", f"{model} is not installed, no folder, and no hub repository", trouble=True)
+
+
+def look_at_grammar() -> Finding:
+    """Whether constrained output can be had, and by which release."""
+    from backends.grammar.xgrammar_core import CoreCompiler
+
+    CoreCompiler([b"a", b""], [1]).grammar('root ::= "a"').matcher()
+    return Finding("grammar", f"xgrammar {version('xgrammar')}")
 
 
 def look_at_port(host: str, port: int) -> Finding:

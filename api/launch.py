@@ -21,6 +21,7 @@ from api.server import Outcome, Process
 from api.service import ServedModel, Service, Settings
 from api.sockets import Listeners
 from backends.base import Backend
+from backends.grammar.limits import Limits
 from backends.mlx.runtime import Blas, BlasChoice, Device, DtypePolicy, describe_device, load_blas
 from engine.config import EngineConfig
 from engine.thread import Engine
@@ -51,6 +52,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int
     drain_seconds: float
     engine: EngineConfig
+    grammars: Limits = Limits()
 
 
 def serve(launch: Launch, console: Console) -> Outcome:
@@ -82,6 +84,7 @@ def settings_of(launch: Launch) -> Settings:
         allowed_hosts=frozenset(own_names.union(launch.allowed_hosts)),
         any_address=any_address,
         max_body_bytes=launch.max_body_bytes,
+        grammars=launch.grammars,
     )
 
 

@@ -6,7 +6,7 @@ dialect. Names follow vLLM's (shared dashboards), under `paceline_`.
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import (
@@ -18,6 +18,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from backends.grammar.compile import CompilerStats
 from engine.thread import Engine
 from scheduler.events import Finished
 from scheduler.request import FinishReason
@@ -27,6 +28,10 @@ _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.
 """Bounds in seconds for what happens once per request."""
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Bounds in seconds for what happens once per token."""
+
+
+GrammarStats = Callable[[], CompilerStats | None]
+"""What became of the constraints so far; None until there is a model."""
 
 
 class LatencyHistogram:
@@ -131,15 +136,19 @@ class RequestRecord:
 class ServerCollector(Collector):
     """Turns the counters into Prometheus metrics at each scrape."""
 
-    def __init__(self, engine: Engine, metrics: RequestMetrics) -> None:
+    def __init__(self, engine: Engine, metrics: RequestMetrics, grammars: GrammarStats) -> None:
         self._engine = engine
         self._metrics = metrics
+        self._grammars = grammars
 
     def collect(self) -> Iterable[Metric]:
         """One consistent snapshot of the engine, and the requests' counters."""
         yield from self._requests()
         yield from self._rounds()
         yield from _drafts(self._engine.stats.drafts)
+        grammars = self._grammars()
+        if grammars is not None:
+            yield from _compiled(grammars)
         info = self._engine.info
         if info is not None:
             labels = {"model": info.name, "device": info.device}
@@ -179,10 +188,10 @@ class ServerCollector(Collector):
             yield _histogram(name, help_text, counted.bounds, counted.counts, counted.total)
 
 
-def create_registry(engine: Engine, metrics: RequestMetrics) -> CollectorRegistry:
+def create_registry(engine: Engine, metrics: RequestMetrics, grammars: GrammarStats) -> CollectorRegistry:
     """What `/metrics` shows: the server's own and the process's (CPU seconds, memory, open files)."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(ServerCollector(engine, metrics))
+    registry.register(ServerCollector(engine, metrics, grammars))
     ProcessCollector(registry=registry)
     return registry
 
@@ -216,3 +225,14 @@ def _drafts(sources: Sequence[DraftStats]) -> Iterable[Metric]:
             for position, count in enumerate(counts):
                 family.add_metric([stats.source, str(position)], count)
     return (drafts, drafted, accepted, drafted_at, accepted_at)
+
+
+def _compiled(stats: CompilerStats) -> Iterable[Metric]:
+    """Constraints: found compiled or not, and what they take."""
+    prefix, cache = "paceline_grammar", stats.cache
+    yield CounterMetricFamily(f"{prefix}_cache_hits", "Constraints that were compiled already.", value=cache.hits)
+    yield CounterMetricFamily(f"{prefix}_cache_misses", "Constraints that had to be compiled.", value=cache.misses)
+    yield CounterMetricFamily(f"{prefix}_cache_evictions", "Grammars dropped for room.", value=cache.evictions)
+    yield GaugeMetricFamily(f"{prefix}_cache_bytes", "What the kept grammars hold.", value=cache.bytes)
+    yield CounterMetricFamily(f"{prefix}_refused", "Constraints that were refused.", value=stats.refused)
+    yield CounterMetricFamily(f"{prefix}_killed", "Compilations killed at a limit.", value=stats.killed)

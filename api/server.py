@@ -95,7 +95,10 @@ class Process:
         finally:
             for task in self._tasks:
                 task.cancel()
-            await self._stop_engine()
+            try:
+                await self._stop_engine()
+            finally:
+                self._service.close()
         return self._outcome
 
     async def _stop_engine(self) -> None:
@@ -105,6 +108,7 @@ class Process:
         except TimeoutError:
             _log.error("the engine is stuck in a forward and is left behind")
             self._listeners.close()
+            self._service.close()
             os._exit(1)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:

@@ -1,9 +1,11 @@
-"""What every endpoint shares: the engine, the tokenizer of its model, the settings, the counters.
+"""What every endpoint shares: the engine, the tokenizer and the grammars of its model, the settings, the counters.
 
 Owns the answer to "can a request be served now?". Must not know HTTP or any dialect.
 """
 
+import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import anyio.to_thread
 import msgspec
@@ -11,8 +13,16 @@ import msgspec
 from api.errors import ApiError, unavailable
 from api.metrics import RequestMetrics, create_registry
 from api.text import Tokenizer, load_tokenizer
+from api.tools import format_of
 from backends.base import ModelInfo
+from backends.grammar.base import Grammar
+from backends.grammar.compile import CompilerStats, GrammarCompiler
+from backends.grammar.limits import Limits
+from backends.grammar.spec import ConstraintSpec
 from engine.thread import Engine, EngineState
+
+_COMPILING = 4
+"""How many grammars are compiled at once; more of them wait."""
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -29,6 +39,8 @@ class Settings(msgspec.Struct, frozen=True):
     max_body_bytes: int = 32 * 1024 * 1024
     keepalive_seconds: float = 15.0
     """A stream that was silent for so long carries a comment."""
+    grammars: Limits = Limits()
+    """What a constraint may cost before it is refused."""
 
 
 class ServedModel:
@@ -37,6 +49,7 @@ class ServedModel:
     def __init__(self, info: ModelInfo, tokenizer: Tokenizer, public_name: str | None) -> None:
         self.info = info
         self.tokenizer = tokenizer
+        self.tool_format = format_of(tokenizer.template)
         self.name = public_name or info.name
         self.created = int(time.time())
         """When it was loaded, in seconds since 1970."""
@@ -49,15 +62,35 @@ class Service:
         self.engine = engine
         self.settings = settings
         self.metrics = RequestMetrics()
-        self.registry = create_registry(engine, self.metrics)
+        self.registry = create_registry(engine, self.metrics, self.grammar_stats)
         self._model: ServedModel | None = None
+        self._grammars: GrammarCompiler | None = None
+        self._compiling = ThreadPoolExecutor(_COMPILING, "paceline-grammar")
 
     async def load(self) -> ServedModel:
         """Wait for the engine and load the tokenizer beside it; raises what either raises."""
         info = await self.engine.ready()
         tokenizer = await anyio.to_thread.run_sync(load_tokenizer, info)
+        self._grammars = GrammarCompiler(info, self.settings.grammars)
         self._model = ServedModel(info, tokenizer, self.settings.served_name)
         return self._model
+
+    async def compile(self, spec: ConstraintSpec) -> Grammar:
+        """A constraint as the engine takes it, compiled in a thread; raises GrammarError. One who is cancelled leaves
+        at once: what had not begun never does, and a thread that is at work is not free until it is done.
+        """
+        assert self._grammars is not None, "compiled for a model that is ready"
+        return await asyncio.get_running_loop().run_in_executor(self._compiling, self._grammars.compile, spec)
+
+    def grammar_stats(self) -> CompilerStats | None:
+        """What became of the constraints so far; None until there is a model."""
+        return None if self._grammars is None else self._grammars.stats
+
+    def close(self) -> None:
+        """Compile no more. Idempotent."""
+        self._compiling.shutdown(wait=False, cancel_futures=True)
+        if self._grammars is not None:
+            self._grammars.close()
 
     @property
     def status(self) -> str:

@@ -72,12 +72,18 @@ async def serve_events(
 
 
 async def unless_disconnected(receive: Receive, work: Callable[[], Awaitable[T]]) -> T | None:
-    """What `work` returns; None if the client left first, and then `work` was cancelled where it stood."""
+    """What `work` returns or raises; None if the client left first, and then `work` was cancelled where it stood."""
     done: T | None = None
+    failure: Exception | None = None
     async with anyio.create_task_group() as group:
         group.start_soon(_cancel_on_disconnect, receive, group.cancel_scope)
-        done = await work()
+        try:
+            done = await work()
+        except Exception as error:  # raised again below: out of the group it would come as one of a group
+            failure = error
         group.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
     return done
 
 

@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from api.detokenize import ByteDetokenizer, Detokenizer, StreamDetokenizer
+from api.vocabulary import TokenBytes
 from backends.base import ModelInfo
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Turn = Mapping[str, str]
-"""One message of a conversation: `role` and `content`."""
+Turn = Mapping[str, Any]
+"""One message of a conversation: `role` and `content`; where tools are used, `tool_calls` or `tool_call_id`, too."""
+
+ToolObject = Mapping[str, Any]
+"""A function that may be called, in the form of OpenAI's `tools`."""
 
 _OWN_ARGUMENTS = frozenset(
     {
@@ -30,6 +34,7 @@ _OWN_ARGUMENTS = frozenset(
         "return_tensors",
         "tokenize",
         "tokenizer_kwargs",
+        "tools",
         "truncation",
     }
 )
@@ -47,9 +52,14 @@ class OptionError(TemplateError):
 class Tokenizer(Protocol):
     """A model's text codec, for any thread. Implemented by `FolderTokenizer` and `ByteTokenizer`."""
 
-    def render(self, turns: Sequence[Turn], options: Mapping[str, Any], /) -> str:
-        """The text that asks the model for the next turn; `options` are further variables of the template. Raises
-        TemplateError.
+    @property
+    def template(self) -> str:
+        """The source of the chat template that is used with tools; empty if there is none."""
+        ...
+
+    def render(self, turns: Sequence[Turn], options: Mapping[str, Any], tools: Sequence[ToolObject] = (), /) -> str:
+        """The text that asks the model for the next turn; `options` are further variables of the template, `tools` are
+        shown by a template that knows how. Raises TemplateError.
         """
         ...
 
@@ -59,6 +69,10 @@ class Tokenizer(Protocol):
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The whole text of a sequence, special tokens left out."""
+        ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that one token stands for, which may be half a character; none for an unknown token."""
         ...
 
     def detokenizer(self) -> Detokenizer:
@@ -74,8 +88,13 @@ def load_tokenizer(info: ModelInfo) -> Tokenizer:
 class ByteTokenizer:
     """The fake backend's: tokens 0 to 255 are bytes of UTF-8, others have no text. Its template names each speaker."""
 
-    def render(self, turns: Sequence[Turn], _options: Mapping[str, Any], /) -> str:
-        """One line per turn, then the assistant's name. It has no use for options."""
+    @property
+    def template(self) -> str:
+        """It is no text."""
+        return ""
+
+    def render(self, turns: Sequence[Turn], _options: Mapping[str, Any], _tools: Sequence[ToolObject] = (), /) -> str:
+        """One line per turn, then the assistant's name. It has no use for options or tools."""
         return "".join(f"{turn['role']}: {turn['content']}\n" for turn in turns) + "assistant: "
 
     def encode(self, text: str, *, special: bool) -> list[int]:  # noqa: ARG002
@@ -85,6 +104,10 @@ class ByteTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """Bytes that are no UTF-8 become U+FFFD."""
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """The byte."""
+        return bytes((token,)) if token < 256 else b""
 
     def detokenizer(self) -> Detokenizer:
         """UTF-8, byte by byte."""
@@ -105,8 +128,17 @@ class FolderTokenizer:
         self._codec = loaded.backend_tokenizer
         self._codec.no_truncation()  # a tokenizer.json may carry the settings of its training
         self._codec.no_padding()
+        self._token_bytes = TokenBytes(self._codec)
 
-    def render(self, turns: Sequence[Turn], options: Mapping[str, Any], /) -> str:
+    @property
+    def template(self) -> str:
+        """Of several named templates the one that transformers takes when there are tools."""
+        template = self._template.chat_template
+        if isinstance(template, dict):
+            template = template.get("tool_use") or template.get("default")
+        return str(template or "")
+
+    def render(self, turns: Sequence[Turn], options: Mapping[str, Any], tools: Sequence[ToolObject] = (), /) -> str:
         """The model's own chat template; a `developer` is its `system` unless the template knows the name."""
         template = self._template.chat_template
         if template is None:
@@ -119,7 +151,7 @@ class FolderTokenizer:
             conversation = [{**turn, "role": turn["role"].replace("developer", "system")} for turn in turns]
         try:
             text = self._template.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=True, **options
+                conversation, tools=list(tools) or None, tokenize=False, add_generation_prompt=True, **options
             )
         except Exception as error:  # the named boundary of a template: foreign code, and what it raises is up to it
             raise TemplateError(f"the model's chat template refused the conversation: {error}") from error
@@ -132,6 +164,10 @@ class FolderTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """As the model's decoder has it."""
         return str(self._codec.decode(list(tokens), skip_special_tokens=True))
+
+    def token_bytes(self, token: int) -> bytes:
+        """As the vocabulary spells them."""
+        return self._token_bytes(token)
 
     def detokenizer(self) -> Detokenizer:
         """Streams over the Rust decoder."""

@@ -4,14 +4,13 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,10 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.serving import MODEL, PATIENCE, Served, free_port, growth, serving
+
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]
 
-PROGRAM = Path(sys.executable).with_name("paceline")
-PATIENCE = 120.0
 ASKS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("Repeat this word for word: The quick brown fox jumps over the lazy dog, then sleeps under a tree.", {}),
     ("Why is the sky blue?", {}),
@@ -36,77 +35,22 @@ ASKS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-class Served:
-    """A running `paceline serve`, seen from outside."""
-
-    def __init__(self, child: "subprocess.Popen[bytes]", port: int, uds: Path) -> None:
-        self.child = child
-        self.uds = uds
-        self.url = f"http://127.0.0.1:{port}"
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=PATIENCE, max_retries=0)
-
-    def metrics(self) -> dict[str, float]:
-        """All samples by name; those that differ in labels only are added up."""
-        sums: dict[str, float] = {}
-        for family in text_string_to_metric_families(httpx2.get(f"{self.url}/metrics").text):
-            for sample in family.samples:
-                sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
-        return sums
-
-    def ask(self, place: int, max_tokens: int = 40) -> tuple[str, Any]:
-        """Stream one of `ASKS`; its text and usage."""
-        prompt, settings = ASKS[place]
-        stream = self.client.chat.completions.create(
-            model="smollm2-135m",
-            messages=[{"role": "user", "content": prompt}],
-            max_tokens=max_tokens,
-            stream=True,
-            stream_options={"include_usage": True},
-            **{"temperature": 0.0, **settings},
-        )
-        text, usage = "", None
-        for chunk in stream:
-            text += "".join(choice.delta.content or "" for choice in chunk.choices)
-            usage = chunk.usage or usage
-        return text, usage
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextmanager
-def serving(folder: Path, *flags: str, port: int | None = None, uds: Path | None = None) -> Iterator[Served]:
-    """A server that is ready; stopped by SIGTERM, and its exit code checked, unless it was killed meanwhile."""
-    with tempfile.TemporaryDirectory(prefix="pl") as scratch:
-        port, uds = port or free_port(), uds or Path(scratch) / "s"
-        words = (PROGRAM, "serve", folder, "--port", str(port), "--uds", uds, "--drain-seconds", "5", *flags)
-        with (Path(scratch) / "log").open("wb") as log:
-            child = subprocess.Popen(words, stdout=log, stderr=log)
-        served = Served(child, port, uds)
-        try:
-            await_ready(served, Path(scratch) / "log")
-            yield served
-        finally:
-            served.client.close()
-            if child.poll() is None:
-                child.terminate()
-                assert child.wait(PATIENCE) == 0, (Path(scratch) / "log").read_text()[-2000:]
-                assert not uds.exists()
-
-
-def await_ready(served: Served, log: Path) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline and served.child.poll() is None:
-        try:
-            if httpx2.get(f"{served.url}/health").status_code == 200:
-                return
-        except httpx2.TransportError:
-            pass
-        time.sleep(0.1)
-    pytest.fail(f"not ready: {log.read_text()[-2000:]}")
+def ask(served: Served, place: int, max_tokens: int = 40) -> tuple[str, Any]:
+    """Stream one of `ASKS`; its text and usage."""
+    prompt, settings = ASKS[place]
+    stream = served.client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": prompt}],
+        max_tokens=max_tokens,
+        stream=True,
+        stream_options={"include_usage": True},
+        **{"temperature": 0.0, **settings},
+    )
+    text, usage = "", None
+    for chunk in stream:
+        text += "".join(choice.delta.content or "" for choice in chunk.choices)
+        usage = chunk.usage or usage
+    return text, usage
 
 
 @pytest.fixture(scope="module")
@@ -117,13 +61,13 @@ def drafting(smollm2: Path) -> Iterator[Served]:
 
 def all_at_once(served: Served, places: Sequence[int]) -> list[tuple[str, Any]]:
     with ThreadPoolExecutor(len(places)) as pool:
-        return list(pool.map(served.ask, places))
+        return list(pool.map(partial(ask, served), places))
 
 
 def test_eight_clients_with_drafts_get_what_each_gets_alone_without(smollm2: Path, drafting: Served) -> None:
     places = range(len(ASKS))
     with serving(smollm2) as plain:
-        alone = [plain.ask(place)[0] for place in places]
+        alone = [ask(plain, place)[0] for place in places]
     before = drafting.metrics()
     together = [text for text, _ in all_at_once(drafting, places)]
     grown = growth(before, drafting.metrics())
@@ -152,7 +96,7 @@ def test_metrics_add_up_with_the_usage_of_the_same_requests(drafting: Served) ->
 def test_promtool_has_nothing_to_say_after_real_traffic(drafting: Served) -> None:
     if (promtool := shutil.which("promtool")) is None:
         pytest.skip("promtool is not installed (Debian: prometheus)")
-    drafting.ask(0)
+    ask(drafting, 0)
     text = httpx2.get(f"{drafting.url}/metrics").content
     checked = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, check=False)
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")
@@ -171,10 +115,10 @@ def test_curl_and_the_openai_client_stream_the_same_over_the_unix_socket(draftin
     transport = httpx2.HTTPTransport(uds=str(drafting.uds))
     with httpx2.Client(transport=transport) as http:
         over_unix = openai.OpenAI(base_url="http://localhost/v1", api_key="none", http_client=http, max_retries=0)
-        stream = over_unix.chat.completions.create(model="smollm2-135m", **body)
+        stream = over_unix.chat.completions.create(model=MODEL, **body)
         text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
     assert deltas[0]["role"] == "assistant"
-    assert "".join(delta.get("content", "") for delta in deltas) == text == drafting.ask(1)[0]
+    assert "".join(delta.get("content", "") for delta in deltas) == text == ask(drafting, 1)[0]
     assert drafting.uds.stat().st_mode & 0o777 == 0o600
 
 
@@ -208,7 +152,7 @@ def test_after_a_kill_9_the_next_server_takes_over_port_and_socket(smollm2: Path
             first.child.wait()
         assert uds.exists()
         with serving(smollm2, port=port, uds=uds) as second:
-            assert second.ask(1, max_tokens=4)[1].completion_tokens == 4
+            assert ask(second, 1, max_tokens=4)[1].completion_tokens == 4
 
 
 def rounds(served: Served, kind: str | None = None) -> float:
@@ -216,10 +160,6 @@ def rounds(served: Served, kind: str | None = None) -> float:
     families = text_string_to_metric_families(httpx2.get(f"{served.url}/metrics").text)
     samples = [sample for family in families for sample in family.samples if sample.name == "paceline_rounds_total"]
     return sum(sample.value for sample in samples if kind in (None, sample.labels["kind"]))
-
-
-def growth(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    return {name: value - before.get(name, 0.0) for name, value in after.items()}
 
 
 def wait_until(condition: Any) -> None:

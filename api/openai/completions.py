@@ -7,6 +7,7 @@ import anyio.to_thread
 import msgspec
 
 from api.errors import invalid
+from api.openai.constraint import constraint_of
 from api.openai.prepare import make_requests, new_id, seed_of
 from api.openai.reply import Order
 from api.openai.schema import CompletionBody
@@ -27,22 +28,25 @@ class Encoded(msgspec.Struct, frozen=True):
 
 
 async def prepare_completion(body: CompletionBody, model: ServedModel, arrived: float) -> Order:
-    """What prompts ask of the engine: one request each. Raises ApiError."""
+    """What prompts ask of the engine: `n` requests each. Raises ApiError."""
+    constraint = constraint_of(body)
     prompts = prompts_of(body.prompt, model.info)
     encoded = await anyio.to_thread.run_sync(_encode, model, prompts, bool(body.echo))
     reply_id, seed = new_id("cmpl"), seed_of(body)
     heading = Heading(reply_id, int(time.time()), model.name, body.include_usage)
     tokens = [prompt.tokens for prompt in encoded]
+    echoes = [prompt.echo for prompt in encoded for _ in range(body.n or 1)]
     return Order(
         reply_id=reply_id,
         model=model,
-        shape=CompletionShape(heading, [prompt.echo for prompt in encoded]),
+        shape=CompletionShape(heading, echoes, model.tokenizer.token_bytes),
         requests=make_requests(reply_id, body, model, tokens, seed=seed, wanted=body.wanted_tokens, field="prompt"),
         stops=body.stops,
         seed=seed,
         stream=bool(body.stream),
         include_usage=body.include_usage,
         arrived=arrived,
+        constraint=constraint,
     )
 
 

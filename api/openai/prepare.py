@@ -1,16 +1,16 @@
-"""From a valid body to what the engine is asked: tokens, sampling, how many tokens there is room for.
+"""From a valid body to what the engine is asked: tokens, sampling, choices, how many tokens there is room for.
 
 Owns the checks that need the model. Nothing here waits for the engine.
 """
 
 import secrets
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from api.errors import invalid
-from api.openai.schema import GenerationBody
+from api.openai.schema import ChatBody, CompletionBody, GenerationBody
 from api.service import ServedModel
 from backends.base import ModelInfo
 from scheduler.request import Request, Sampling
@@ -40,7 +40,7 @@ def seed_of(body: GenerationBody) -> Seed:
 
 def make_requests(
     reply_id: str,
-    body: GenerationBody,
+    body: ChatBody | CompletionBody,
     model: ServedModel,
     prompts: Sequence[Sequence[int]],
     *,
@@ -48,24 +48,65 @@ def make_requests(
     wanted: int | None,
     field: str,
 ) -> tuple[Request, ...]:
-    """One request per prompt, each as it would be alone. `field` is where the prompt stands in the body, `wanted` the
-    limit of tokens that the client set. Raises ApiError.
+    """`n` requests per prompt, each as it would be alone; choice c of prompt p is number p * n + c. `field` is where
+    the prompt stands in the body, `wanted` the limit of tokens that the client set. Raises ApiError.
     """
-    temperature = body.temperature
-    if temperature is None:
-        temperature = model.info.defaults.get("temperature", 1.0)
-    sampling = Sampling(temperature=temperature if temperature >= _GREEDY_BELOW else 0.0, seed=seed.value)
-    return tuple(
-        Request(
-            request_id=f"{reply_id}-{index}",
-            prompt=tuple(prompt),
-            max_tokens=_room(len(prompt), wanted, model.info, field),
-            sampling=sampling,
-            stop_tokens=model.info.eos_tokens,
-            ignore_eos=bool(body.ignore_eos),
-        )
-        for index, prompt in enumerate(prompts)
+    sampling = sampling_of(body, model.info, seed)
+    choices = body.n or 1
+    requests: list[Request] = []
+    for place, prompt in enumerate(prompts):
+        tokens, room = tuple(prompt), _room(len(prompt), wanted, model.info, field)
+        requests += [
+            Request(
+                request_id=f"{reply_id}-{place * choices + choice}",
+                prompt=tokens,
+                max_tokens=room,
+                sampling=msgspec.structs.replace(sampling, choice=choice) if choice else sampling,
+                stop_tokens=model.info.eos_tokens,
+                ignore_eos=bool(body.ignore_eos),
+                siblings=f"{reply_id}-{place}" if choices > 1 else "",
+            )
+            for choice in range(choices)
+        ]
+    return tuple(requests)
+
+
+def sampling_of(body: ChatBody | CompletionBody, info: ModelInfo, seed: Seed) -> Sampling:
+    """The settings of a body; what it leaves open is as the model's generation_config has it. Raises ApiError."""
+    temperature = _told(body.temperature, info, "temperature", 1.0)
+    return Sampling(
+        temperature=temperature if temperature >= _GREEDY_BELOW else 0.0,
+        seed=seed.value,
+        top_k=_top_k(body, info),
+        top_p=_told(body.top_p, info, "top_p", 1.0),
+        min_p=_told(body.min_p, info, "min_p", 0.0),
+        repetition_penalty=_told(body.repetition_penalty, info, "repetition_penalty", 1.0),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=_biases(body.logit_bias or {}, info),
+        logprobs=body.logged,
     )
+
+
+def _told(value: float | None, info: ModelInfo, name: str, otherwise: float) -> float:
+    return info.defaults.get(name, otherwise) if value is None else value
+
+
+def _top_k(body: GenerationBody, info: ModelInfo) -> int:
+    """-1 and 0 are both off."""
+    if body.top_k is None:
+        return min(max(int(info.defaults.get("top_k", 0)), 0), info.vocab_size)
+    if body.top_k > info.vocab_size:
+        raise invalid(f"top_k must be at most the {info.vocab_size} tokens of the vocabulary", "top_k")
+    return max(body.top_k, 0)
+
+
+def _biases(biases: Mapping[str, float], info: ModelInfo) -> tuple[tuple[int, float], ...]:
+    pairs = tuple((int(token), bias) for token, bias in biases.items())
+    for token, _ in pairs:
+        if token >= info.vocab_size:
+            raise invalid(f"logit_bias: token {token} is not in [0, {info.vocab_size})", "logit_bias")
+    return pairs
 
 
 def _room(prompt_tokens: int, wanted: int | None, info: ModelInfo, field: str) -> int:

@@ -17,13 +17,14 @@ from starlette.types import Receive, Scope, Send
 
 from api.errors import ApiError
 from api.metrics import RequestRecord
+from api.openai.constraint import Asked
 from api.openai.errors import error_body, error_response
 from api.openai.prepare import Seed
 from api.openai.shapes import DONE, Choice, ReplyShape
 from api.security import REQUEST_ID
 from api.service import ServedModel, Service
 from api.sse import EventStream, frame, serve_events, unless_disconnected
-from api.transcript import Transcript, follow
+from api.transcript import LoggedToken, Transcript, follow
 from engine.client import Generation
 from scheduler.events import Finished
 from scheduler.request import FinishReason, Request, Usage
@@ -45,6 +46,8 @@ class Order(msgspec.Struct, frozen=True):
     include_usage: bool
     arrived: float
     """When the request came, by `time.perf_counter`."""
+    constraint: Asked | None = None
+    """What its text must be; to be compiled into `requests`."""
 
 
 class Reply:
@@ -54,9 +57,13 @@ class Reply:
         self._service = service
         self._order = order
         choices = range(len(order.requests))
-        self._transcripts = [Transcript(order.model.tokenizer.detokenizer(), order.stops) for _ in choices]
+        self._transcripts = [
+            Transcript(order.model.tokenizer.detokenizer(), order.stops, logged=request.sampling.logprobs is not None)
+            for request in order.requests
+        ]
         self._records = [RequestRecord(service.metrics, order.arrived) for _ in choices]
         self._texts: list[list[str]] = [[] for _ in choices]
+        self._logged: list[list[LoggedToken]] = [[] for _ in choices]
         self._request_id = "-"
         self._unfinished = FinishReason.CANCELLED
         """How choices end that are left before their end: the client went away."""
@@ -92,8 +99,8 @@ class Reply:
         if failed is not None:
             return error_response(failed)
         choices = [
-            Choice(index, "".join(texts), ended.reason)
-            for index, (texts, ended) in enumerate(zip(self._texts, self._ended(), strict=True))
+            Choice(index, "".join(self._texts[index]), ended.reason, self._logged[index])
+            for index, ended in enumerate(self._ended())
         ]
         return Response(self._order.shape.whole(choices, self._usages()), media_type="application/json")
 
@@ -116,8 +123,10 @@ class Reply:
     async def _stream_choice(self, stream: EventStream, index: int, generation: Generation) -> None:
         shape = self._order.shape
 
-        async def deliver(text: str) -> None:
-            await stream.write(shape.delta(index, text))
+        async def deliver(text: str, logged: Sequence[LoggedToken]) -> None:
+            frames = shape.delta(index, text, logged)
+            if frames:
+                await stream.write(frames)
 
         opening = shape.opening(index)
         if opening:
@@ -127,8 +136,9 @@ class Reply:
             await stream.write(shape.closing(index, ended.reason))
 
     async def _gather_choice(self, index: int, generation: Generation) -> None:
-        async def deliver(text: str) -> None:
+        async def deliver(text: str, logged: Sequence[LoggedToken]) -> None:
             self._texts[index].append(text)
+            self._logged[index] += logged
 
         await follow(generation, self._transcripts[index], self._records[index], deliver)
 
@@ -157,7 +167,7 @@ class Reply:
             order.reply_id,
             self._request_id,
             order.model.name,
-            sum(len(request.prompt) for request in order.requests),
+            sum(len(request.prompt) for request in order.requests if request.sampling.choice == 0),
             sum(usage.completion_tokens for usage in self._usages())
             + sum(record.tokens for record in records if record.finished is None),
             ",".join(dict.fromkeys(reasons)),

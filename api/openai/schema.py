@@ -1,4 +1,4 @@
-"""The bodies of OpenAI's requests: their fields, and which of them this server does not serve yet.
+"""The bodies of OpenAI's requests: their fields and ranges, and which of them this server does not serve yet.
 
 Owns every check that needs no model. Whatever is wrong becomes a 400 that names the field; nothing else may escape.
 """
@@ -14,7 +14,13 @@ from api.errors import ApiError, invalid
 
 _COUNT = Annotated[int, msgspec.Meta(ge=1)]
 _PENALTY = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+_SHARE = Annotated[float, msgspec.Meta(ge=0, le=1)]
+_BIAS = Annotated[float, msgspec.Meta(ge=-100, le=100)]
+_LOGPROBS = Annotated[int, msgspec.Meta(ge=0, le=20)]
 _MAX_STOPS = 16
+_MAX_BIASES = 1024
+_MAX_TOOLS = 128
+_TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _DIAGNOSED_BYTES = 1 << 20
 """Larger bodies that are no JSON are not searched for the field at fault."""
 
@@ -23,6 +29,18 @@ class StreamOptions(msgspec.Struct):
     """`stream_options`."""
 
     include_usage: bool | None = None
+
+
+class StructuredOutputs(msgspec.Struct):
+    """vLLM's `structured_outputs`: exactly one of these, and fields that change nothing here."""
+
+    json: str | dict[str, Any] | None = None
+    """A schema, or its text."""
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
 
 
 class GenerationBody(msgspec.Struct, kw_only=True):
@@ -38,16 +56,16 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
-    # Served by later parts; until then only values that change nothing are taken.
-    n: _COUNT | None = None
-    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=16)] | None = None
+    top_p: _SHARE | None = None
     top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
-    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    min_p: _SHARE | None = None
     presence_penalty: _PENALTY | None = None
     frequency_penalty: _PENALTY | None = None
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    logit_bias: dict[str, float] | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=10)] | None = None
+    logit_bias: dict[str, _BIAS] | None = None
     response_format: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -72,12 +90,44 @@ class ContentPart(msgspec.Struct):
     text: str | None = None
 
 
+class FunctionCall(msgspec.Struct):
+    """What an earlier call called; `arguments` is JSON text (or what it says)."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class MessageToolCall(msgspec.Struct):
+    """One call in an assistant's message."""
+
+    function: FunctionCall
+    id: str | None = None
+    type: str = "function"
+
+
 class ChatMessage(msgspec.Struct):
     """One message of a conversation."""
 
     role: str
     content: str | list[ContentPart] | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    tool_call_id: str | None = None
+    """Which call a message of role `tool` answers."""
+
+
+class FunctionDefinition(msgspec.Struct):
+    """A function that may be called; `parameters` is the schema of an object, absent if it takes none."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ToolDefinition(msgspec.Struct):
+    """One of `tools`."""
+
+    type: str
+    function: FunctionDefinition | None = None
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -87,13 +137,24 @@ class ChatBody(GenerationBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
-    tools: list[Any] | None = None
+    top_logprobs: _LOGPROBS | None = None
+    tools: list[ToolDefinition] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
     function_call: str | dict[str, Any] | None = None
     modalities: list[str] | None = None
     audio: dict[str, Any] | None = None
+
+    @property
+    def logged(self) -> int | None:
+        """How many of the likeliest tokens are shown beside each; None if none is."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def forces_calls(self) -> bool:
+        """Whether the reply is to consist of calls."""
+        return bool(self.tools) and self.tool_choice != "none"
 
 
 class CompletionBody(GenerationBody, kw_only=True):
@@ -101,33 +162,24 @@ class CompletionBody(GenerationBody, kw_only=True):
 
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None
-    logprobs: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    logprobs: _LOGPROBS | None = None
     best_of: _COUNT | None = None
     suffix: str | None = None
 
+    @property
+    def logged(self) -> int | None:
+        """How many of the likeliest tokens are shown beside each; None if none is."""
+        return self.logprobs
+
 
 _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "top_p": (1,),
-    "top_k": (0, -1),
-    "min_p": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "logprobs": (),
-    "top_logprobs": (0,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"], []),
     "audio": (),
     "suffix": ("",),
 }
-"""Fields that are known but not served yet, with the values that may be ignored because they change nothing."""
+"""Fields that are known but not served, with the values that may be ignored because they change nothing."""
 
 Body = TypeVar("Body", bound=GenerationBody)
 
@@ -144,17 +196,21 @@ def parse(raw: bytes, kind: type[Body]) -> Body:
         raise _bad_json(raw, str(error)) from None
     _check_served(body)
     _check_stops(body)
+    _check_biases(body)
     if body.seed is not None and not -(2**63) <= body.seed < 2**64:
         raise invalid("seed must be at least -2^63 and below 2^64", "seed")
+    if isinstance(body, ChatBody):
+        _check_chat(body)
+    elif isinstance(body, CompletionBody):
+        _check_completion(body)
     return body
 
 
 def _check_served(body: GenerationBody) -> None:
     for field, harmless in _WITHOUT_EFFECT.items():
         value = getattr(body, field, None)
-        if value is None or value in harmless or (field == "logprobs" and value is False):
-            continue
-        raise invalid(f"{field} is not supported yet", field, "unsupported_parameter")
+        if value is not None and value not in harmless:
+            raise invalid(f"{field} is not supported yet", field, "unsupported_parameter")
 
 
 def _check_stops(body: GenerationBody) -> None:
@@ -162,6 +218,67 @@ def _check_stops(body: GenerationBody) -> None:
         raise invalid(f"stop takes at most {_MAX_STOPS} strings, not {len(body.stops)}", "stop")
     if "" in body.stops:
         raise invalid("stop must not hold an empty string", "stop")
+
+
+def _check_biases(body: GenerationBody) -> None:
+    biases = body.logit_bias or {}
+    if len(biases) > _MAX_BIASES:
+        raise invalid(f"logit_bias takes at most {_MAX_BIASES} tokens, not {len(biases)}", "logit_bias")
+    for token in biases:
+        if not (token.isascii() and token.isdigit() and len(token) < 10 and str(int(token)) == token):
+            raise invalid(f"logit_bias: {token[:20]!r} is no token id in decimal digits", "logit_bias")
+
+
+def _check_chat(body: ChatBody) -> None:
+    if body.top_logprobs and not body.logprobs:
+        raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
+    names: set[str] = set()
+    for index, tool in enumerate(body.tools or ()):
+        _check_tool(tool, names, f"tools[{index}]")
+    if len(names) > _MAX_TOOLS:
+        raise invalid(f"tools takes at most {_MAX_TOOLS} functions, not {len(names)}", "tools")
+    _check_tool_choice(body.tool_choice, names)
+
+
+def _check_tool(tool: ToolDefinition, names: set[str], field: str) -> None:
+    """Adds the function's name to `names`."""
+    if tool.type != "function":
+        raise invalid(f"{field}.type must be 'function', not {tool.type!r}", f"{field}.type")
+    if tool.function is None:
+        raise invalid(f"{field}.function is required", f"{field}.function")
+    name, parameters = tool.function.name, tool.function.parameters
+    if not _TOOL_NAME.fullmatch(name):
+        message = f"{field}.function.name must be 1 to 64 of letters, digits, _ and -, not {name!r}"
+        raise invalid(message, f"{field}.function.name")
+    if name in names:
+        raise invalid(f"{field}.function.name: there are two of {name!r}", f"{field}.function.name")
+    if parameters is not None and parameters.get("type", "object") != "object":
+        raise invalid(f"{field}.function.parameters must be the schema of an object", f"{field}.function.parameters")
+    names.add(name)
+
+
+def _check_tool_choice(choice: str | dict[str, Any] | None, names: set[str]) -> None:
+    if isinstance(choice, dict):
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        if choice.get("type") != "function" or not isinstance(name, str):
+            raise invalid('tool_choice must be {"type": "function", "function": {"name": ...}}', "tool_choice")
+        if name not in names:
+            raise invalid(f"tool_choice: there is no function {name!r} in tools", "tool_choice")
+    elif choice not in (None, "none", "auto", "required"):
+        raise invalid(f"tool_choice must be 'none', 'required' or a function, not {choice!r}", "tool_choice")
+    elif names and choice in (None, "auto"):
+        message = "tool_choice 'auto' is not supported yet; with tools it must be 'none', 'required' or a function"
+        raise invalid(message, "tool_choice", "unsupported_parameter")
+    elif choice == "required" and not names:
+        raise invalid("tool_choice 'required' needs tools", "tool_choice")
+
+
+def _check_completion(body: CompletionBody) -> None:
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise invalid("best_of is served only where it equals n", "best_of", "unsupported_parameter")
+    if body.echo and body.logprobs is not None:
+        raise invalid("echo with logprobs is not supported yet", "echo", "unsupported_parameter")
 
 
 def _bad_field(problem: str) -> ApiError:

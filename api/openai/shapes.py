@@ -9,14 +9,16 @@ from typing import Any, Protocol
 
 import msgspec
 
+from api.openai.logprobs import TokenBytes, chat_logprobs, completion_logprobs
 from api.sse import frame
+from api.transcript import LoggedToken
 from scheduler.request import DraftCount, FinishReason, Usage
 
 DONE = frame(b"[DONE]")
 _MARK = "\0text\0"
 """Stands where a chunk's text goes, while its constant part is made."""
 _encode = msgspec.json.Encoder().encode
-_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -25,21 +27,23 @@ class Choice(msgspec.Struct, frozen=True):
     index: int
     text: str
     reason: FinishReason
+    logged: Sequence[LoggedToken] = ()
+    """Its tokens, if logprobs were asked for."""
 
 
 class ReplyShape(Protocol):
-    """A reply's wire form. Implemented by `ChatShape` and `CompletionShape`."""
+    """A reply's wire form. Implemented by `ChatShape`, `CompletionShape` and `api.openai.calls.CallsShape`."""
 
     def opening(self, index: int) -> bytes:
         """Frames that begin a choice; may be empty."""
         ...
 
-    def delta(self, index: int, text: str) -> bytes:
-        """The frame of a piece of text."""
+    def delta(self, index: int, text: str, logged: Sequence[LoggedToken] = ()) -> bytes:
+        """The frames of a piece of text and of the tokens that it came from; may be empty."""
         ...
 
     def closing(self, index: int, reason: FinishReason) -> bytes:
-        """The frame that ends a choice."""
+        """The frames that end a choice."""
         ...
 
     def totals(self, usages: Sequence[Usage]) -> bytes:
@@ -91,21 +95,25 @@ class Chunks:
 class ChatShape:
     """`chat.completion` and its chunks."""
 
-    def __init__(self, heading: Heading, choices: int) -> None:
-        marked = [_delta(index, {"content": _MARK}) for index in range(choices)]
+    def __init__(self, heading: Heading, choices: int, token_bytes: TokenBytes) -> None:
+        marked = [chat_delta(index, {"content": _MARK}) for index in range(choices)]
         self._chunks = Chunks(heading, "chat.completion.chunk", marked)
+        self._token_bytes = token_bytes
 
     def opening(self, index: int) -> bytes:
         """The first chunk names the role."""
-        return self._chunks.of(_delta(index, {"role": "assistant", "content": ""}))
+        return self._chunks.of(chat_delta(index, {"role": "assistant", "content": ""}))
 
-    def delta(self, index: int, text: str) -> bytes:
+    def delta(self, index: int, text: str, logged: Sequence[LoggedToken] = ()) -> bytes:
         """More content."""
-        return self._chunks.text(index, text)
+        if not logged:
+            return self._chunks.text(index, text)
+        logprobs = chat_logprobs(logged, self._token_bytes)
+        return self._chunks.of(chat_delta(index, {"content": text}, logprobs=logprobs))
 
     def closing(self, index: int, reason: FinishReason) -> bytes:
         """An empty delta and the reason."""
-        return self._chunks.of(_delta(index, {}, _REASONS[reason]))
+        return self._chunks.of(chat_delta(index, {}, REASONS[reason]))
 
     def totals(self, usages: Sequence[Usage]) -> bytes:
         """Usage."""
@@ -117,8 +125,8 @@ class ChatShape:
             {
                 "index": choice.index,
                 "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                "logprobs": None,
-                "finish_reason": _REASONS[choice.reason],
+                "logprobs": chat_logprobs(choice.logged, self._token_bytes),
+                "finish_reason": REASONS[choice.reason],
             }
             for choice in choices
         ]
@@ -128,23 +136,26 @@ class ChatShape:
 class CompletionShape:
     """`text_completion`, whose chunks have the same form."""
 
-    def __init__(self, heading: Heading, echoes: Sequence[str]) -> None:
+    def __init__(self, heading: Heading, echoes: Sequence[str], token_bytes: TokenBytes) -> None:
         """`echoes[i]` is text that choice i begins with: its prompt, if that was asked for."""
         self._echoes = echoes
         marked = [_text_choice(index, _MARK) for index in range(len(echoes))]
         self._chunks = Chunks(heading, "text_completion", marked)
+        self._token_bytes = token_bytes
 
     def opening(self, index: int) -> bytes:
         """The prompt to echo, or nothing."""
         return self._chunks.text(index, self._echoes[index]) if self._echoes[index] else b""
 
-    def delta(self, index: int, text: str) -> bytes:
+    def delta(self, index: int, text: str, logged: Sequence[LoggedToken] = ()) -> bytes:
         """More text."""
-        return self._chunks.text(index, text)
+        if not logged:
+            return self._chunks.text(index, text)
+        return self._chunks.of(_text_choice(index, text, logprobs=self._logprobs(index, logged)))
 
     def closing(self, index: int, reason: FinishReason) -> bytes:
         """No text and the reason."""
-        return self._chunks.of(_text_choice(index, "", _REASONS[reason]))
+        return self._chunks.of(_text_choice(index, "", REASONS[reason]))
 
     def totals(self, usages: Sequence[Usage]) -> bytes:
         """Usage."""
@@ -153,14 +164,24 @@ class CompletionShape:
     def whole(self, choices: Sequence[Choice], usages: Sequence[Usage]) -> bytes:
         """Complete texts."""
         told = [
-            _text_choice(choice.index, self._echoes[choice.index] + choice.text, _REASONS[choice.reason])
+            _text_choice(
+                choice.index,
+                self._echoes[choice.index] + choice.text,
+                REASONS[choice.reason],
+                self._logprobs(choice.index, choice.logged),
+            )
             for choice in choices
         ]
         return self._chunks.whole("text_completion", told, usages)
 
+    def _logprobs(self, index: int, logged: Sequence[LoggedToken]) -> dict[str, Any] | None:
+        return completion_logprobs(logged, self._token_bytes, len(self._echoes[index]))
+
 
 def usage_object(usages: Sequence[Usage]) -> dict[str, Any]:
-    """The sum over all choices. `speculation` is ours: what was drafted and accepted, by source and position."""
+    """The sum over all choices, of which those of one prompt count it once. `speculation` is ours: what was drafted and
+    accepted, by source and position.
+    """
     prompt = sum(usage.prompt_tokens for usage in usages)
     completion = sum(usage.completion_tokens for usage in usages)
     told: dict[str, Any] = {
@@ -200,9 +221,14 @@ def _add(left: Sequence[int], right: Sequence[int]) -> list[int]:
     return [count + (shorter[at] if at < len(shorter) else 0) for at, count in enumerate(longer)]
 
 
-def _delta(index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+def chat_delta(
+    index: int, delta: dict[str, Any], reason: str | None = None, logprobs: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The choice in a chunk of a chat completion."""
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _text_choice(index: int, text: str, reason: str | None = None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+def _text_choice(
+    index: int, text: str, reason: str | None = None, logprobs: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ import uvloop
 from api.server import Process
 from api.service import ServedModel, Service, Settings
 from api.sockets import Listeners
-from backends.base import Backend, Flight
+from backends.base import Backend, Flight, Masks
 from backends.fake import EOS, FakeBackend, FakeFlight
 from engine.config import EngineConfig
 from engine.thread import Engine
@@ -35,17 +36,20 @@ def eventually(condition: Callable[[], bool], what: str) -> None:
 
 class Parrot(FakeBackend):
     """Greedily says what stands between the last `[[` and `]]` of its prompt, byte by byte, then ends; without such a
-    text it is the usual fake.
+    text it is the usual fake. A text in brackets of its own is taken with them.
     """
 
     def greedy(self, tokens: Sequence[int], state: int) -> int:
         text = bytes(token for token in tokens if token < 256)
-        _, opened, rest = text.rpartition(b"[[")
-        script, closed, after = rest.partition(b"]]")
-        if not (opened and closed):
+        told = _SCRIPT.match(text) if b"[[" in text else None
+        if told is None:
             return super().greedy(tokens, state)
-        said = len(after) - len(after.partition(b"assistant: ")[0]) - len(b"assistant: ")
+        script, said = told["script"], len(told["said"])
         return script[said] if said < len(script) else EOS
+
+
+_SCRIPT = re.compile(rb".*(?<!\[)\[\[(?P<script>.*?)\]\](?!\]).*?assistant: (?:\[TOOL_CALLS\])?(?P<said>.*)", re.DOTALL)
+"""`said` is what was generated; a control token may stand before it."""
 
 
 class Gated(Parrot):
@@ -59,13 +63,13 @@ class Gated(Parrot):
         """Set while a forward waits."""
         self.forwards = 0
 
-    def verify(self, windows: Sequence[Window], after: Flight | None = None) -> FakeFlight:
+    def verify(self, windows: Sequence[Window], after: Flight | None = None, masks: Masks | None = None) -> FakeFlight:
         if not self._opened:
             self.waiting.set()
             self._permits.acquire()
             self.waiting.clear()
         self.forwards += 1
-        return super().verify(windows, after)
+        return super().verify(windows, after, masks)
 
     def permit(self, forwards: int) -> None:
         """Let so many forwards pass."""
@@ -81,10 +85,10 @@ class Gated(Parrot):
 class Raising(Parrot):
     """A forward that meets a prompt with BOOM raises."""
 
-    def verify(self, windows: Sequence[Window], after: Flight | None = None) -> FakeFlight:
+    def verify(self, windows: Sequence[Window], after: Flight | None = None, masks: Masks | None = None) -> FakeFlight:
         if any(b"BOOM" in bytes(token % 256 for token in window.tokens) for window in windows):
             raise ArithmeticError("boom")
-        return super().verify(windows, after)
+        return super().verify(windows, after, masks)
 
 
 class RunningServer:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from api import doctor
 from api.cli import app, home_folder
-from api.doctor import Finding, look_at_model, look_at_port, look_at_socket
+from api.doctor import Finding, look_at_grammar, look_at_model, look_at_port, look_at_socket
 from api.launch import Launch, UsageError, settings_of
 from api.sockets import Listeners
 from engine.config import EngineConfig
@@ -130,7 +131,7 @@ def test_one_look_that_fails_is_a_finding_and_the_others_go_on(monkeypatch: pyte
     monkeypatch.setattr(doctor, "look_at_device", lambda: 1 // 0)
     findings = doctor.examine(model="x", home=home, host="127.0.0.1", port=0, uds=None, blas="auto")
     by_name = {finding.what: finding for finding in findings}
-    assert list(by_name) == ["blas", "device", "memory", "model", "port"]
+    assert list(by_name) == ["blas", "device", "memory", "model", "grammar", "port"]
     assert by_name["device"].trouble
     assert not by_name["port"].trouble
 
@@ -144,6 +145,15 @@ def test_what_is_found_of_a_model(home: Path, tmp_path: Path) -> None:
     folder = install(home, "tiny")
     assert not look_at_model(str(folder), home).trouble
     assert str(folder) in look_at_model("tiny", home).text
+
+
+def test_the_grammar_engine_is_found_with_its_release(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    finding = look_at_grammar()
+    assert not finding.trouble
+    assert re.fullmatch(r"xgrammar \d+\.\d+\.\d+", finding.text)
+    monkeypatch.setitem(sys.modules, "backends.grammar.xgrammar_core", None)
+    findings = doctor.examine(model="x", home=home, host="127.0.0.1", port=0, uds=None, blas="auto")
+    assert next(finding for finding in findings if finding.what == "grammar").trouble
 
 
 def test_what_is_found_at_a_port(server: RunningServer) -> None:

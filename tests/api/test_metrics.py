@@ -49,10 +49,12 @@ def test_promtool_has_nothing_to_say(server: RunningServer, client: httpx2.Clien
 def test_the_names_are_vllms_under_our_prefix(client: httpx2.Client) -> None:
     text = client.get("/metrics").text
     types = {line.split()[2]: line.split()[3] for line in text.splitlines() if line.startswith("# TYPE paceline_")}
-    gauges = ["num_requests_running", "num_requests_waiting", "model_info"]
+    gauges = ["num_requests_running", "num_requests_waiting", "model_info", "grammar_cache_bytes"]
     counters = ["prompt_tokens", "generation_tokens", "request_success", "rounds", "spec_decode_num_drafts"]
     counters += ["spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"]
     counters += ["spec_decode_num_accepted_tokens_per_pos", "spec_decode_num_draft_tokens_per_pos"]
+    counters += ["grammar_cache_hits", "grammar_cache_misses", "grammar_cache_evictions"]
+    counters += ["grammar_refused", "grammar_killed"]
     histograms = ["time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"]
     histograms += ["request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"]
     histograms += ["lanes_per_round", "rows_per_round"]

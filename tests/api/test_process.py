@@ -22,9 +22,9 @@ import backends.fake
 from tests.api.servers import Gated
 
 class Stuck(Gated):
-    def verify(self, *windows):
+    def verify(self, *windows, **masks):
         print("stuck", flush=True)
-        return super().verify(*windows)
+        return super().verify(*windows, **masks)
 
 backends.fake.FakeBackend = Stuck
 from api.cli import main
@@ -184,6 +184,8 @@ def test_a_killed_servers_socket_is_taken_over(socket_folder: Path) -> None:
         (["--backend", "torch"], "--backend"),
         (["--uds", "/nowhere/at/all.sock"], "cannot listen"),
         (["--max-lanes", "0"], "max-lanes"),
+        (["--forced-tokens", "-1"], "forced-tokens"),
+        (["--fill-seconds", "0"], "fill_seconds"),
         (["--port", "70000"], "port"),
     ],
 )

@@ -119,3 +119,14 @@ def test_work_is_done_unless_the_client_leaves_first() -> None:
         return await unless_disconnected(staying.receive, quick), await unless_disconnected(leaving.receive, slow)
 
     assert anyio.run(main) == ("done", None)
+
+
+def test_work_that_fails_raises_its_own_error() -> None:
+    async def main() -> None:
+        async def fail() -> None:
+            raise ValueError("mine")
+
+        await unless_disconnected(Peer().receive, fail)
+
+    with pytest.raises(ValueError, match="mine"):
+        anyio.run(main)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from itertools import pairwise
 
 from hypothesis import given
@@ -9,11 +10,11 @@ from hypothesis import strategies as st
 
 from api.detokenize import ByteDetokenizer
 from api.metrics import RequestMetrics, RequestRecord
-from api.transcript import Transcript, follow
+from api.transcript import LoggedToken, Transcript, follow
 from engine.client import EngineClient
 from engine.messages import Cancel, Finish, Message, Submit
-from scheduler.events import Event, Finished, Tokens
-from scheduler.request import FinishReason, Request, Timing, Usage
+from scheduler.events import Event, Finished, TokenLogprob, Tokens
+from scheduler.request import FinishReason, Request, Sampling, Timing, Usage
 
 REQUEST = Request("r", prompt=(1,), max_tokens=100)
 
@@ -33,7 +34,7 @@ def followed(events: list[Event], stops: tuple[str, ...]) -> tuple[str, Finished
     shown: list[str] = []
     metrics = RequestMetrics()
 
-    async def deliver(text: str) -> None:
+    async def deliver(text: str, _logged: Sequence[LoggedToken]) -> None:
         shown.append(text)
 
     async def main() -> Finished:
@@ -96,7 +97,7 @@ def test_leaving_in_the_middle_cancels_once() -> None:
     async def main() -> None:
         client = EngineClient(told.append)
 
-        async def never(_text: str) -> None:
+        async def never(_text: str, _logged: Sequence[LoggedToken]) -> None:
             raise ConnectionError
 
         with client.submit(REQUEST) as generation:
@@ -107,3 +108,70 @@ def test_leaving_in_the_middle_cancels_once() -> None:
 
     asyncio.run(main())
     assert told == [Submit(REQUEST), Cancel("r")]
+
+
+def logged_pieces(
+    text: str, stops: tuple[str, ...], cuts: list[int]
+) -> tuple[Transcript, list[tuple[str, Sequence[LoggedToken]]]]:
+    """What a logged transcript of a text in bytes gives out, round by round, and at its end."""
+    tokens = text.encode()
+    transcript = Transcript(ByteDetokenizer(), stops, logged=True)
+    given_out = [
+        transcript.push(given, tuple(TokenLogprob(-float(token), ()) for token in given))
+        for given in rounds_of(tokens, cuts)
+        if not transcript.stopped
+    ]
+    return transcript, [*given_out, transcript.close()]
+
+
+@given(
+    st.text(alphabet="aé🦄.", min_size=1, max_size=20),
+    st.lists(st.text(alphabet="aé🦄.", min_size=1, max_size=4), max_size=3),
+    st.lists(st.integers(0, 80)),
+)
+def test_logged_tokens_are_all_that_were_delivered_each_with_its_text(
+    text: str, stops: list[str], cuts: list[int]
+) -> None:
+    """Joined they are the counted tokens, and those given out so far cover exactly the text given out so far."""
+    transcript, pieces = logged_pieces(text, tuple(stops), cuts)
+    logged = [one for _, some in pieces for one in some]
+    assert bytes(one.token for one in logged) == text.encode()[: transcript.tokens]
+    assert [one.logprob.logprob for one in logged] == [-float(one.token) for one in logged]
+    assert [one.offset for one in logged] == [
+        len(text.encode()[:place].decode(errors="ignore")) for place in range(len(logged))
+    ]
+    shown, covered = "", b""
+    for piece, some in pieces[:-1]:
+        shown += piece
+        covered += bytes(one.token for one in some)
+        assert covered.decode() == shown
+
+
+def test_a_token_without_text_goes_with_the_text_that_follows() -> None:
+    transcript = Transcript(ByteDetokenizer(), logged=True)
+    nothing = TokenLogprob(0.0, ())
+    assert transcript.push((300,), (nothing,)) == ("", [])
+    text, logged = transcript.push((97,), (nothing,))
+    assert (text, [one.token for one in logged]) == ("a", [300, 97])
+    assert transcript.push((300,), (nothing,)) == ("", [])
+    text, logged = transcript.close()
+    assert (text, [one.token for one in logged]) == ("", [300])
+
+
+def test_only_the_first_of_several_choices_counts_their_prompt() -> None:
+    async def prompt_tokens(choice: int) -> tuple[int, int]:
+        request = Request("r", (1,), 9, Sampling(choice=choice), siblings="s")
+        client = EngineClient(lambda _message: None)
+        metrics = RequestMetrics()
+
+        async def deliver(_text: str, _logged: Sequence[LoggedToken]) -> None:
+            pass
+
+        with client.submit(request) as generation:
+            usage = Usage(5, 2, cached_tokens=3)
+            client.deliver([Finished("r", FinishReason.LENGTH, usage, Timing(0.0, 0.0, 0.0, 1.0))])
+            end = await follow(generation, Transcript(ByteDetokenizer()), RequestRecord(metrics, 0.0), deliver)
+        assert (end.usage.prompt_tokens, end.usage.completion_tokens) == (metrics.prompt_tokens, 2)
+        return end.usage.prompt_tokens, end.usage.cached_tokens
+
+    assert [asyncio.run(prompt_tokens(choice)) for choice in (0, 1)] == [(5, 3), (0, 0)]
