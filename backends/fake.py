@@ -6,12 +6,17 @@ changes the output. Its text repeats its own two-byte habits often enough that l
 
 from collections.abc import Mapping, Sequence
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from backends.base import Flight, ModelInfo
-from backends.noise import gumbel, row_key, token_hash
+from backends import reference
+from backends.base import Flight, Masks, MaskWords, ModelInfo
+from backends.masks import Allowed, unpack
+from backends.noise import token_hash
+from scheduler.events import TokenLogprob
 from scheduler.request import Sampling
-from scheduler.round import Window
+from scheduler.round import Drawn, Window
 
 EOS = 256
 """The end-of-sequence token; tokens 0 to 255 are bytes."""
@@ -20,16 +25,69 @@ _ALPHABET = b"etaoin shrdlu cmfwyp\n,."
 _MASK64 = (1 << 64) - 1
 
 
+class FakeRow(msgspec.Struct, frozen=True):
+    """One row that is to be drawn from: what the model says there, and how the request draws."""
+
+    greedy: int
+    state: int
+    """The chained hash of all tokens before."""
+    sampling: Sampling
+    position: int
+    history: tuple[int, ...]
+    """What penalties count; empty if nothing does."""
+    prompt: int
+
+    def logits(self) -> npt.NDArray[np.float32]:
+        """Float32 `[257]`, `greedy` the largest."""
+        key = (self.state >> 32, self.state & 0xFFFFFFFF)
+        logits = token_hash(key, _VOCAB).astype(np.float32) * np.float32(2.0**-30)
+        logits[self.greedy] += np.float32(4.0)
+        return logits
+
+    def draw(self, allowed: Allowed | None) -> tuple[int, TokenLogprob | None]:
+        """Its token, and what the target thought of it if that was asked for."""
+        sampling = self.sampling
+        untouched = allowed is None and not sampling.counts and not sampling.logit_bias
+        if sampling.temperature > 0 or not untouched:
+            return reference.draw(
+                self.logits(), sampling, self.position, history=self.history, prompt=self.prompt, allowed=allowed
+            )
+        if sampling.logprobs is None:
+            return self.greedy, None
+        return self.greedy, reference.token_logprob(self.logits(), self.greedy, sampling.logprobs)
+
+
 class FakeFlight:
-    """Draws that were made at once; `last_draws` holds each slot's newest, for the windows that carry it on."""
+    """Rows that were fed at once; they are drawn from when someone looks, as their masks may still be under way."""
 
-    def __init__(self, drawn: list[list[int]], last_draws: dict[int, int]) -> None:
-        self._drawn = drawn
-        self.last_draws = last_draws
+    def __init__(self, windows: Sequence[Window], rows: Sequence[Sequence[FakeRow]], masks: Masks | None) -> None:
+        """`rows` holds each window's, none for a prefill chunk."""
+        self._windows = windows
+        self._rows = rows
+        self._masks = masks
+        self._drawn: list[Drawn] | None = None
+        self._newest: dict[int, int] = {}
 
-    def read(self) -> list[list[int]]:
+    def read(self) -> list[Drawn]:
         """The draws, per window."""
+        if self._drawn is None:
+            masks = self._masks.wait() if self._masks is not None else {}
+            self._drawn = [_drawn(rows, masks.get(index)) for index, rows in enumerate(self._rows)]
         return self._drawn
+
+    def newest(self, slot: int) -> int:
+        """The slot's last draw, for the window that carries it on."""
+        if not self._newest:
+            pairs = zip(self._windows, self.read(), strict=True)
+            self._newest = {window.slot: drawn.tokens[-1] for window, drawn in pairs if window.samples}
+        return self._newest[slot]
+
+
+def _drawn(rows: Sequence[FakeRow], words: MaskWords | None) -> Drawn:
+    masks = [None] * len(rows) if words is None else unpack(words, len(_VOCAB))
+    draws = [row.draw(allowed) for row, allowed in zip(rows, masks, strict=True)]
+    logprobs = tuple(logprob for _, logprob in draws if logprob is not None)
+    return Drawn(tuple(token for token, _ in draws), logprobs)
 
 
 class FakeLane:
@@ -78,20 +136,18 @@ class FakeBackend:
         self.lanes: dict[int, FakeLane] = {}
         """What each open slot holds."""
 
-    def verify(self, windows: Sequence[Window], after: Flight | None = None) -> FakeFlight:
-        """Feed every window and draw its sampled rows."""
-        carried = after.last_draws if isinstance(after, FakeFlight) else {}
-        drawn: list[list[int]] = []
-        last: dict[int, int] = {}
+    def verify(self, windows: Sequence[Window], after: Flight | None = None, masks: Masks | None = None) -> FakeFlight:
+        """Feed every window; its sampled rows are drawn from when the flight is read."""
+        rows = []
         for window in windows:
-            tokens = (carried[window.slot],) if window.carried else window.tokens
-            draws = self._feed(window, tokens)
-            drawn.append(draws)
-            if draws:
-                last[window.slot] = draws[-1]
-        return FakeFlight(drawn, last)
+            tokens = window.tokens
+            if window.carried:
+                assert isinstance(after, FakeFlight), "a carried window feeds on the flight before"
+                tokens = (after.newest(window.slot),)
+            rows.append(self._feed(window, tokens))
+        return FakeFlight(windows, rows, masks)
 
-    def _feed(self, window: Window, tokens: tuple[int, ...]) -> list[int]:
+    def _feed(self, window: Window, tokens: tuple[int, ...]) -> list[FakeRow]:
         if window.copies is not None:
             self.lanes[window.slot] = self.lanes[window.copies].copy(window.start)
         lane = self.lanes.setdefault(window.slot, FakeLane())
@@ -100,23 +156,23 @@ class FakeBackend:
             lane.feed(token)
         if not window.samples:
             return []
-        draws = [self.draw(lane, window.sampling)]
-        for token in window.draft:
+        rows = [self._row(lane, window, 0)]
+        for place, token in enumerate(window.draft, start=1):
             lane.feed(token)
-            draws.append(self.draw(lane, window.sampling))
-        return draws
+            rows.append(self._row(lane, window, place))
+        return rows
 
-    def draw(self, lane: FakeLane, sampling: Sampling) -> int:
-        """The token that follows what the lane holds."""
+    def _row(self, lane: FakeLane, window: Window, drafted: int) -> FakeRow:
+        """The row behind what the lane holds, `drafted` tokens of the window's draft included."""
+        history: tuple[int, ...] = ()
+        prompt = 0
+        if window.sampling.counts:
+            if window.history is None:
+                raise ValueError("a request with penalties needs the history of its tokens")
+            history, prompt = (*window.history.tokens, *window.draft[:drafted]), window.history.prompt
         state = lane.states[-1]
         greedy = self.greedy(lane.tokens, state)
-        if sampling.temperature == 0:
-            return greedy
-        logits = token_hash((state >> 32, state & 0xFFFFFFFF), _VOCAB).astype(np.float32) * np.float32(2.0**-30)
-        logits[greedy] += np.float32(4.0)
-        key = row_key(sampling.seed, sampling.choice, len(lane.tokens))
-        noise = gumbel(token_hash(key, _VOCAB))
-        return int(np.argmax(logits / np.float32(sampling.temperature) + noise))
+        return FakeRow(greedy, state, window.sampling, len(lane.tokens), history, prompt)
 
     def greedy(self, tokens: Sequence[int], state: int) -> int:
         """The likeliest token after `tokens`, whose chained hash is `state`; tests may speak otherwise."""

@@ -1,7 +1,7 @@
 """The keyed noise of contract rule 7: a 32-bit hash of (seed, choice, position, token id), and what is made of it.
 
 This hash is part of the answer to every seeded request and never changes between versions. Here is its definition over
-numpy, which the fake backend uses as it is; `backends.mlx.sampler` computes the same bits with MLX.
+numpy, which `backends.reference` uses as it is; `backends.mlx.noise` computes the same bits with MLX.
 
 Two rounds of the "lowbias32" mixer (C. Wellons, "Prospecting for Hash Functions", 2018) over the token id, each keyed
 by one half of a 64-bit row key, which is splitmix64 (Steele, Lea, Flood 2014) over seed, choice and position.

@@ -1,4 +1,4 @@
-"""Sampling settings, constraints and tools on SmolLM2, all in one batch, with drafts: each as it is alone without them."""
+"""Sampling settings, constraints and tools on SmolLM2 in one batch, with drafts: each as it is alone without them."""
 
 import json
 import os

@@ -1,37 +1,94 @@
 """The MLX backend: a loaded model behind `backends.base.Backend`. Every method belongs to the engine thread."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
 
 import mlx.core as mx
+import numpy as np
 
-from backends.base import Flight, ModelInfo
-from backends.mlx.sampler import SampledRow, draw
+from backends.base import Flight, Masks, ModelInfo
+from backends.masks import Allowed, unpack
+from backends.mlx import exponential
+from backends.mlx.adjust import Adjustments, LaneTables
+from backends.mlx.rows import Exp, SampledRow
+from backends.mlx.sampler import DrawnRows, draw
 from backends.mlx.threads import BlasPace
-from backends.mlx.verify import Draws, Forward, SampledWindow
-from scheduler.round import Window
+from backends.mlx.verify import Draws, Forward, Verified
+from scheduler.round import Drawn, Window
+
+
+class Unsampled:
+    """The logits of a forward, and all that is needed to draw from them but the masks."""
+
+    def __init__(
+        self,
+        verified: Verified,
+        windows: Sequence[Window],
+        adjustments: Adjustments | None,
+        masks: Masks | None,
+        exp: Exp,
+    ) -> None:
+        self.sampled = verified.sampled
+        self.newest = {windows[each.index].slot: each.last - 1 for each in verified.sampled}
+        """Which row holds each slot's newest draw."""
+        self._logits = verified.logits
+        self._rows = [row for each in verified.sampled for row in _sampled_rows(windows[each.index])]
+        self._adjustments = adjustments
+        self._masks = masks
+        self._exp = exp
+
+    def draw(self) -> DrawnRows:
+        """Wait for the masks and start drawing."""
+        assert self._logits is not None
+        allowed = self._allowed(self._logits.shape)
+        drawn = draw(self._logits, self._rows, adjustments=self._adjustments, allowed=allowed, exp=self._exp)
+        drawn.launch()
+        self._logits = None
+        return drawn
+
+    def _allowed(self, shape: tuple[int, ...]) -> Allowed | None:
+        """The masks of all rows; None if there is none."""
+        masks = self._masks.wait() if self._masks is not None else {}
+        if not masks:
+            return None
+        allowed = np.ones(shape, dtype=np.bool_)
+        for window in self.sampled:
+            if window.index in masks:
+                allowed[window.first : window.last] = unpack(masks[window.index], shape[1])
+        return allowed
 
 
 class MLXFlight:
-    """A forward on its way: the device has the work, the host has not looked yet."""
+    """A forward on its way: the device has the work, the host has not looked yet. Written by `read` and `draws`."""
 
     def __init__(
-        self, windows: int, sampled: Sequence[SampledWindow], draws: Draws | None, landed: Callable[[], None]
+        self, windows: int, unsampled: Unsampled | None, landed: Callable[[], None], *, at_once: bool = True
     ) -> None:
+        """`unsampled` is None if no window samples. Draws `at_once`, or when someone looks."""
         self._windows = windows
-        self._sampled = sampled
+        self._unsampled = unsampled
         self._landed = landed
-        self.draws = draws
+        self._drawn = unsampled.draw() if unsampled is not None and at_once else None
 
-    def read(self) -> list[list[int]]:
+    def draws(self) -> Draws | None:
+        """What was drawn, on the device, for windows that carry it on; waits for masks if there are any."""
+        if self._unsampled is None:
+            return None
+        return Draws(self._rows(self._unsampled).tokens, self._unsampled.newest)
+
+    def read(self) -> list[Drawn]:
         """Wait, and return each window's draws (none for a chunk)."""
-        drawn: list[list[int]] = [[] for _ in range(self._windows)]
-        if self.draws is not None:
-            tokens = cast("list[int]", self.draws.tokens.tolist())
-            for window in self._sampled:
-                drawn[window.index] = tokens[window.first : window.last]
+        drawn = [Drawn()] * self._windows
+        if self._unsampled is not None:
+            read = self._rows(self._unsampled).read()
+            for window in self._unsampled.sampled:
+                drawn[window.index] = read.window(window.first, window.last)
         self._landed()
         return drawn
+
+    def _rows(self, unsampled: Unsampled) -> DrawnRows:
+        if self._drawn is None:
+            self._drawn = unsampled.draw()
+        return self._drawn
 
 
 class MLXBackend:
@@ -42,20 +99,23 @@ class MLXBackend:
         self.info = info
         self._forward = forward
         self._pace = pace
+        self._tables = LaneTables()
+        self._exp = exponential.best_exp()
 
-    def verify(self, windows: Sequence[Window], after: Flight | None = None) -> MLXFlight:
-        """Start one forward over all windows, and draw from its sampled rows on the device."""
-        carried = after.draws if isinstance(after, MLXFlight) else None
+    def verify(self, windows: Sequence[Window], after: Flight | None = None, masks: Masks | None = None) -> MLXFlight:
+        """Start one forward over all windows, and draw from its sampled rows on the device; with `masks`, once read."""
+        carried = after.draws() if isinstance(after, MLXFlight) else None
         landed = self._pace.launch(sum(window.rows for window in windows)) if self._pace else _nothing
         verified = self._forward.run(windows, carried)
         if verified.logits is None:
             mx.eval(self._forward.buffers())
-            return MLXFlight(len(windows), (), None, landed)
-        rows = [row for sampled in verified.sampled for row in _sampled_rows(windows[sampled.index])]
-        tokens = draw(verified.logits, rows)
-        mx.async_eval(tokens)
-        newest = {windows[sampled.index].slot: sampled.last - 1 for sampled in verified.sampled}
-        return MLXFlight(len(windows), verified.sampled, Draws(tokens, newest), landed)
+            return MLXFlight(len(windows), None, landed)
+        adjusted = [windows[sampled.index] for sampled in verified.sampled]
+        if masks is not None or any(window.sampling.counts for window in adjusted):
+            mx.async_eval(verified.logits)  # the host has work to do meanwhile
+        adjustments = self._tables.adjustments(adjusted, verified.logits.shape[-1])
+        unsampled = Unsampled(verified, windows, adjustments, masks, self._exp)
+        return MLXFlight(len(windows), unsampled, landed, at_once=masks is None)
 
     def keep(self, kept: Mapping[int, int]) -> dict[int, int]:
         """Full attention needs nothing done: what is not kept is overwritten by the lane's next window."""
@@ -64,10 +124,12 @@ class MLXBackend:
     def release(self, slot: int) -> None:
         """Give the lane's seat back. Idempotent."""
         self._forward.release(slot)
+        self._tables.release(slot)
 
     def reset(self) -> None:
         """Forget every lane."""
         self._forward.reset()
+        self._tables.reset()
         if self._pace:
             self._pace.reset()
 

@@ -1,63 +1,143 @@
-"""Draws one token per sampled row, all rows of a round at once.
+"""Draws one token per sampled row, all rows of a round at once; what it draws is defined in `backends.reference`.
 
-Greedy rows take the largest logit and compute nothing else. The others add keyed Gumbel noise to their logits over the
-temperature and take the largest (the Gumbel-max trick), with the noise of `backends.noise`, bit for bit the same hash.
+Greedy rows take the largest logit and compute nothing else. Warm rows add keyed Gumbel noise to their logits over the
+temperature and take the largest (the Gumbel-max trick). Rows that leave tokens out do so among a few candidates.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from backends.noise import LARGEST_UNIT, MIX_A, MIX_B, row_key
-from scheduler.request import Sampling
+from backends.masks import Allowed
+from backends.mlx.adjust import Adjustments
+from backends.mlx.logprobs import RowLogprobs
+from backends.mlx.noise import noise
+from backends.mlx.rows import Exp, SampledRow, chosen, chunks, keys_of, only, temperatures_of
+from backends.mlx.truncate import TruncatedDraws
+from scheduler.events import TokenLogprob
+from scheduler.round import Drawn
 
 
-class SampledRow(msgspec.Struct, frozen=True):
-    """How one row of logits is drawn from, and the absolute position of the token that it draws."""
+class ReadRows(msgspec.Struct, frozen=True):
+    """What was drawn in a round, on the host."""
 
-    sampling: Sampling
-    position: int
+    tokens: list[int]
+    """One per row."""
+    logprobs: Mapping[int, TokenLogprob]
+    """By row, for those that asked."""
+
+    def window(self, first: int, last: int) -> Drawn:
+        """The draws of rows `[first, last)`, which belong to one window."""
+        logprobs = tuple(self.logprobs[row] for row in range(first, last) if row in self.logprobs)
+        return Drawn(tuple(self.tokens[first:last]), logprobs)
 
 
-def draw(logits: mx.array, rows: Sequence[SampledRow]) -> mx.array:
-    """Tokens, uint32 `[rows]`, for logits `[rows, vocabulary]`."""
-    warm = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
-    if not warm:
-        return mx.argmax(logits, axis=-1)
-    if len(warm) == len(rows):
-        return _draw_warm(logits, rows)
-    cold = [index for index, row in enumerate(rows) if row.sampling.temperature <= 0]
-    drawn = mx.concatenate(
-        [
-            mx.argmax(logits[mx.array(cold)], axis=-1),
-            _draw_warm(logits[mx.array(warm)], [rows[index] for index in warm]),
-        ]
-    )
-    return drawn[mx.array(np.argsort(np.array(cold + warm)).astype(np.int32))]
+class DrawnRows:
+    """The draws of a round, under way on the device. Written by `read`."""
+
+    def __init__(
+        self,
+        tokens: mx.array,
+        truncated: tuple[Sequence[int], TruncatedDraws] | None,
+        logprobs: tuple[Sequence[int], RowLogprobs] | None,
+    ) -> None:
+        self.tokens = tokens
+        """Uint32 `[rows]`; final for every row that leaves no tokens out, so that plain rounds can feed on it."""
+        self._truncated = truncated
+        self._logprobs = logprobs
+
+    def launch(self) -> None:
+        """Start what the device computes."""
+        arrays = [self.tokens]
+        if self._truncated is not None:
+            arrays.append(self._truncated[1].covered)
+        if self._logprobs is not None:
+            arrays.extend(self._logprobs[1].arrays())
+        mx.async_eval(*arrays)
+
+    def read(self) -> ReadRows:
+        """Wait for the draws; rows that their candidates do not cover are drawn now."""
+        tokens = np.array(self.tokens)
+        if self._truncated is not None:
+            rows, draws = self._truncated
+            tokens[rows] = draws.read()
+        logprobs: dict[int, TokenLogprob] = {}
+        if self._logprobs is not None:
+            rows, reported = self._logprobs
+            logprobs = dict(zip(rows, reported.read(tokens[rows]), strict=True))
+        return ReadRows(tokens.tolist(), logprobs)
+
+
+def draw(
+    logits: mx.array,
+    rows: Sequence[SampledRow],
+    *,
+    adjustments: Adjustments | None = None,
+    allowed: Allowed | None = None,
+    exp: Exp = mx.exp,
+) -> DrawnRows:
+    """Draw from logits `[rows, vocabulary]` of any float type, after `adjustments` and among the `allowed` tokens.
+
+    All but a plain argmax is computed in float32.
+    """
+    reporting = [index for index, row in enumerate(rows) if row.sampling.logprobs is not None]
+    reported = None
+    if reporting:
+        tops = [rows[index].sampling.logprobs or 0 for index in reporting]
+        reported = reporting, RowLogprobs(chosen(logits, reporting), tops, exp)
+    if adjustments is not None:
+        logits = adjustments.apply(logits.astype(mx.float32))
+    if allowed is not None:
+        logits = only(logits.astype(mx.float32), mx.array(allowed))
+    tokens, truncated = _draw(logits, rows, exp)
+    return DrawnRows(tokens, truncated, reported)
+
+
+def _draw(
+    logits: mx.array, rows: Sequence[SampledRow], exp: Exp
+) -> tuple[mx.array, tuple[Sequence[int], TruncatedDraws] | None]:
+    """Each row by its need, put back in order; and the rows that truncate."""
+    needs = np.array([_need(row) for row in rows])
+    kinds = [np.flatnonzero(needs == need) for need in range(3)]
+    parts: list[mx.array] = []
+    truncated = None
+    for need, indices in enumerate(kinds):
+        if not indices.size:
+            continue
+        part = chosen(logits, indices)
+        those = [rows[index] for index in indices.tolist()]
+        if need == _GREEDY:
+            parts.append(mx.argmax(part, axis=-1))
+        elif need == _WARM:
+            parts.append(_draw_warm(part, those))
+        else:
+            draws = TruncatedDraws(part.astype(mx.float32), those, exp)
+            truncated = indices.tolist(), draws
+            parts.append(draws.tokens)
+    if len(parts) == 1:
+        return parts[0], truncated
+    back: npt.NDArray[np.int32] = np.argsort(np.concatenate(kinds)).astype(np.int32)
+    return mx.concatenate(parts)[mx.array(back)], truncated
+
+
+_GREEDY, _WARM, _TRUNCATED = range(3)
+
+
+def _need(row: SampledRow) -> int:
+    if row.sampling.temperature <= 0:
+        return _GREEDY
+    return _TRUNCATED if row.sampling.truncates else _WARM
 
 
 def _draw_warm(logits: mx.array, rows: Sequence[SampledRow]) -> mx.array:
-    temperatures = mx.array(np.array([[row.sampling.temperature] for row in rows], dtype=np.float32))
-    scores = logits.astype(mx.float32) / temperatures + noise(_keys(rows), logits.shape[-1])
-    return mx.argmax(scores, axis=-1)
-
-
-def _keys(rows: Sequence[SampledRow]) -> mx.array:
-    keys = [row_key(row.sampling.seed, row.sampling.choice, row.position) for row in rows]
-    return mx.array(np.array(keys, dtype=np.uint32))
-
-
-def noise(keys: mx.array, vocabulary: int) -> mx.array:
-    """Gumbel noise, float32 `[rows, vocabulary]`, for row keys uint32 `[rows, 2]` (contract rule 7)."""
-    hashed = _lowbias32(mx.arange(vocabulary, dtype=mx.uint32) ^ keys[:, :1])
-    hashed = _lowbias32(hashed ^ keys[:, 1:])
-    unit = mx.minimum((hashed.astype(mx.float32) + 0.5) * 2.0**-32, LARGEST_UNIT)
-    return -mx.log(-mx.log1p(-unit))
-
-
-def _lowbias32(value: mx.array) -> mx.array:
-    value = (value ^ (value >> 16)) * mx.array(MIX_A, mx.uint32)
-    value = (value ^ (value >> 15)) * mx.array(MIX_B, mx.uint32)
-    return value ^ (value >> 16)
+    tokens = mx.arange(logits.shape[-1], dtype=mx.uint32)
+    temperatures, keys = temperatures_of(rows), keys_of(rows)
+    return mx.concatenate(
+        [
+            mx.argmax(logits[part].astype(mx.float32) / temperatures[part] + noise(keys[part], tokens), axis=-1)
+            for part in chunks(logits)
+        ]
+    )

@@ -14,6 +14,7 @@ from deploy.bench.fake import fake
 from deploy.bench.load import load
 from deploy.bench.loop import loop
 from deploy.bench.rounds import rounds
+from deploy.bench.sampling import sampling
 from deploy.bench.serve_pair import serve_pair
 
 SUBCOMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
@@ -22,6 +23,7 @@ SUBCOMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("loop", loop),
     ("copy", copy),
     ("rounds", rounds),
+    ("sampling", sampling),
     ("constrained", constrained),
     ("fake", fake),
     ("all", everything),

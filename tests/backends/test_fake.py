@@ -1,17 +1,22 @@
 """The fake model: deterministic, and unforgiving about caches (contract rules 7, 15 and 16)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from backends import reference
+from backends.base import MaskWords
 from backends.fake import EOS, FakeBackend
+from backends.masks import unpack
 from backends.noise import gumbel, row_key, token_hash
 from scheduler.request import Sampling
-from scheduler.round import Window
+from scheduler.round import History, Window
+from tests.backends.draws import samplings
 
 TOKEN = st.integers(0, 256)
 TEXT = st.lists(TOKEN, min_size=1, max_size=20).map(tuple)
@@ -38,7 +43,7 @@ def window(
 
 
 def draws(backend: FakeBackend, *windows: Window) -> list[list[int]]:
-    return backend.verify(windows).read()
+    return [list(drawn.tokens) for drawn in backend.verify(windows).read()]
 
 
 def next_draws(text: Sequence[int], sampling: Sampling) -> list[int]:
@@ -190,6 +195,132 @@ def test_the_text_ends_now_and_then_and_lookup_finds_something_in_it() -> None:
     assert len(set(pairs)) < len(pairs) / 3
 
 
+# ---- masks, penalties, log-probabilities -----------------------------------------------------------------------------
+
+
+class Masks:
+    """Counts how often it is waited for. Written by `wait`."""
+
+    def __init__(self, words: Mapping[int, MaskWords]) -> None:
+        self._words = words
+        self.waited = 0
+
+    def wait(self) -> Mapping[int, MaskWords]:
+        self.waited += 1
+        return self._words
+
+
+def random_words(seed: int, rows: int) -> MaskWords:
+    return np.random.default_rng(seed).integers(1, 2**31, (rows, 9)).astype(np.int32)
+
+
+def logits_after(text: Sequence[int]) -> reference.Logits:
+    """The model's logits behind a text, spelled out: its habit leads by 4 what is otherwise between 0 and 4."""
+    backend = FakeBackend()
+    backend.verify([window(text, samples=False)])
+    state = backend.lanes[0].states[-1]
+    hashed = token_hash((state >> 32, state & 0xFFFFFFFF), np.arange(257, dtype=np.uint32))
+    logits = hashed.astype(np.float32) * np.float32(2.0**-30)
+    logits[backend.greedy(backend.lanes[0].tokens, state)] += np.float32(4.0)
+    return logits
+
+
+@given(
+    prompt=TEXT,
+    generated=st.lists(TOKEN, max_size=9),
+    draft=st.lists(TOKEN, max_size=4),
+    sampling=samplings(257),
+    mask=st.none() | st.integers(0, 10**6),
+)
+def test_every_draw_is_the_references(
+    prompt: tuple[int, ...], generated: list[int], draft: list[int], sampling: Sampling, mask: int | None
+) -> None:
+    text = [*prompt, *generated]
+    asked = window(text, draft=draft, sampling=sampling)
+    if sampling.counts:
+        asked = msgspec.structs.replace(asked, history=History(text, len(prompt)))
+    words = None if mask is None else random_words(mask, 1 + len(draft))
+    (drawn,) = FakeBackend().verify([asked], masks=None if words is None else Masks({0: words})).read()
+    allowed = [None] * (1 + len(draft)) if words is None else unpack(words, 257)
+    expected = []
+    for place in range(1 + len(draft)):
+        fed = [*text, *draft[:place]]
+        expected.append(
+            reference.draw(
+                logits_after(fed), sampling, len(fed), history=fed, prompt=len(prompt), allowed=allowed[place]
+            )
+        )
+    assert list(drawn.tokens) == [token for token, _ in expected]
+    assert list(drawn.logprobs) == [logprob for _, logprob in expected if logprob is not None]
+
+
+def test_masks_are_waited_for_once_and_only_when_someone_looks() -> None:
+    backend = FakeBackend()
+    words = random_words(1, 2)
+    masks = Masks({1: words})
+    flight = backend.verify([window((1, 2)), window((3,), slot=1, draft=(4,))], masks=masks)
+    assert masks.waited == 0
+    free, constrained = flight.read()
+    assert list(free.tokens) == next_draws((1, 2), COLD)[-1:]
+    assert unpack(words, 257)[range(2), list(constrained.tokens)].all()
+    flight.read()
+    carried = backend.verify([window((), 2, carried=True)], flight).read()
+    assert [list(each.tokens) for each in carried] == [next_draws((1, 2, *free.tokens), COLD)[-1:]]
+    assert masks.waited == 1
+
+
+def test_what_was_fed_after_a_masked_round_does_not_change_its_draws() -> None:
+    backend = FakeBackend()
+    words = random_words(2, 1)
+    sampling = Sampling(0.8, 5, repetition_penalty=1.5)
+    text = [4, 5, 6]
+    asked = msgspec.structs.replace(window(text, sampling=sampling), history=History(text, 2))
+    expected = FakeBackend().verify([asked], masks=Masks({0: words})).read()
+    flight = backend.verify([asked], masks=Masks({0: words}))
+    backend.verify([window((9, 9, 9), 3)])
+    backend.release(0)
+    text += [7, 7]
+    assert flight.read() == expected
+
+
+def test_penalties_want_a_history() -> None:
+    with pytest.raises(ValueError, match="history"):
+        FakeBackend().verify([window((1, 2), sampling=Sampling(presence_penalty=1.0))])
+
+
+class OneTrack(FakeBackend):
+    """A model with one habit."""
+
+    def greedy(self, tokens: Sequence[int], state: int) -> int:
+        return 200
+
+
+@pytest.mark.parametrize("sampling", [COLD, Sampling(0.0, logprobs=2), Sampling(0.0, logit_bias=((7, 0.0),))])
+def test_a_habit_is_the_likeliest_token_whatever_else_is_asked_for(sampling: Sampling) -> None:
+    (drawn,) = OneTrack().verify([window((1, 2), sampling=sampling)]).read()
+    assert drawn.tokens == (200,)
+    assert all(logprob.top[0][0] == 200 for logprob in drawn.logprobs)
+
+
+def test_rule_5_a_draft_counts_for_the_positions_behind_it() -> None:
+    sampling = Sampling(0.0, presence_penalty=20.0)
+    text = [1, 2]
+    asked = msgspec.structs.replace(window(text, draft=(200, 9), sampling=sampling), history=History(text, 2))
+    (drawn,) = OneTrack().verify([asked]).read()
+    assert [token == 200 for token in drawn.tokens] == [True, False, False]
+    asked = msgspec.structs.replace(asked, draft=(9, 200))
+    (drawn,) = OneTrack().verify([asked]).read()
+    assert [token == 200 for token in drawn.tokens] == [True, True, False]
+
+
+def test_a_copy_goes_on_from_what_it_copied() -> None:
+    backend = FakeBackend()
+    backend.verify([window((1, 2, 3), samples=False)])
+    copied = msgspec.structs.replace(window((9,), 2, slot=1), copies=0)
+    assert draws(backend, copied) == [next_draws((1, 2, 9), COLD)[-1:]]
+    assert backend.lanes[0].tokens == [1, 2, 3]
+
+
 # ---- slots and flights -----------------------------------------------------------------------------------------------
 
 
@@ -209,7 +340,7 @@ def test_a_carried_window_feeds_the_newest_draw_of_its_slot(
             carried.reverse()
         flight = backend.verify(carried, flight)
         expected = {slot: next_draws(text, sampling)[-1:] for slot, text in lanes.items()}
-        assert flight.read() == [expected[window.slot] for window in carried]
+        assert [list(drawn.tokens) for drawn in flight.read()] == [expected[window.slot] for window in carried]
         assert {slot: tuple(lane.tokens) for slot, lane in backend.lanes.items()} == lanes
 
 
@@ -238,7 +369,7 @@ def test_a_flight_outlives_the_release_of_its_slot() -> None:
     backend = FakeBackend()
     flight = backend.verify([window((1, 2))])
     backend.release(0)
-    assert flight.read() == [next_draws((1, 2), COLD)[-1:]]
+    assert [list(drawn.tokens) for drawn in flight.read()] == [next_draws((1, 2), COLD)[-1:]]
 
 
 def test_what_it_says_of_itself() -> None:

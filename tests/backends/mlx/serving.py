@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from mlx_lm.generate import generate_step
 
-from backends.base import Flight, ModelInfo
+from backends.base import Flight, Masks, ModelInfo
 from backends.mlx.backend import MLXBackend, MLXFlight
 from backends.mlx.build import layer_shapes, paths
 from backends.mlx.runtime import load_blas, set_blas_threads
@@ -152,9 +152,9 @@ class RecordingBackend:
     def info(self) -> ModelInfo:
         return self._backend.info
 
-    def verify(self, windows: Sequence[Window], after: Flight | None = None) -> MLXFlight:
+    def verify(self, windows: Sequence[Window], after: Flight | None = None, masks: Masks | None = None) -> MLXFlight:
         self._launched.append(tuple(windows))
-        return self._backend.verify(windows, after)
+        return self._backend.verify(windows, after, masks)
 
     def keep(self, kept: Mapping[int, int]) -> dict[int, int]:
         cached = self._backend.keep(kept)

@@ -17,6 +17,19 @@ def test_exp2_is_right_to_three_units_over_its_whole_range() -> None:
     assert np.max(np.abs(ours / exact - 1)) < 3 * 2**-23
 
 
+@given(
+    st.lists(st.floats(-(2.0**100), 0.0, width=32, allow_subnormal=False) | st.just(-np.inf), min_size=1, max_size=50)
+)
+def test_exp_equals_mlx_at_and_below_zero(powers: list[float]) -> None:
+    """Minus infinity, a masked logit's distance from the best, counts as nothing beside the best."""
+    ours, theirs = (np.array(exp(mx.array(powers, dtype=mx.float32))) for exp in (exponential.exp, mx.exp))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-37)
+
+
+def test_the_best_exp_is_one_of_the_two() -> None:
+    assert exponential.best_exp() in (exponential.exp, mx.exp)
+
+
 @given(st.lists(st.floats(-(2.0**20), 2.0**20, width=32, allow_subnormal=False), min_size=1, max_size=50))
 def test_swiglu_equals_silu_times_up_however_large_the_gate(gates: list[float]) -> None:
     gate = mx.array(gates, dtype=mx.float32)
