@@ -15,6 +15,7 @@ from deploy.bench.load import load
 from deploy.bench.loop import loop
 from deploy.bench.rounds import rounds
 from deploy.bench.sampling import sampling
+from deploy.bench.schemas import schemas
 from deploy.bench.serve_pair import serve_pair
 
 SUBCOMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
@@ -24,6 +25,7 @@ SUBCOMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("copy", copy),
     ("rounds", rounds),
     ("sampling", sampling),
+    ("schemas", schemas),
     ("constrained", constrained),
     ("fake", fake),
     ("all", everything),

@@ -6,6 +6,7 @@ and as flat as they are in use. MLX is imported by the measurements only, after 
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -99,11 +100,15 @@ def _measure(
     for _ in range(pairs):
         logits, seconds = _timed(compute)
         forwards.append(seconds)
-        draws.append(_timed(lambda logits=logits: draw_rows(logits).read())[1])
+        draws.append(_timed(partial(_read, draw_rows, logits))[1])
     forward.reset()
     measured = Bound(name, LANES, ratios(draws, forwards), most, at_most=True)
     say(f"{name}: {measured.measured}, {sorted(draws)[len(draws) // 2] * 1e3:.1f} ms")
     return measured
+
+
+def _read(draw_rows: "Callable[[mx.array], DrawnRows]", logits: "mx.array") -> None:
+    draw_rows(logits).read()
 
 
 def _window(lane: int, text: tuple[int, ...], start: int, settings: Sampling) -> Window:
