@@ -63,9 +63,7 @@ class Backend(Protocol):
         """What was loaded."""
         ...
 
-    def verify(
-        self, windows: Sequence[Window], after: Flight | None = None, masks: Masks | None = None
-    ) -> Flight:
+    def verify(self, windows: Sequence[Window], after: Flight | None = None, masks: Masks | None = None) -> Flight:
         """Start one forward over all windows.
 
         Each window's tokens and drafts are written at positions `[start, start + len(tokens) + len(draft))` of its
