@@ -18,11 +18,11 @@ from deploy.bench.prompts import Message, Prompt, draw, ordinary_prompts
 from deploy.bench.report import Bound, bound_table, first_errors, ratios, show, summarise, summary_table
 from deploy.bench.servers import ServerError, paceline, running
 
-_PARTIES = ("customer", "supplier", "carrier", "insurer", "broker", "agent")
+_PARTIES = ("customer", "supplier", "carrier", "insurer")
 
 
 def order_schema() -> dict[str, Any]:
-    """A document of six parties with short values: about 150 tokens, whatever the model says."""
+    """A document of four parties with short values: about 110 tokens, whatever the model says."""
     word = {"type": "string", "minLength": 3, "maxLength": 12, "pattern": "^[A-Za-z ]+$"}
     party = {
         "type": "object",
