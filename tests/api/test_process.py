@@ -67,10 +67,17 @@ class Served:
         assert "stuck" in (line.strip() for line in iter(self.process.stdout.readline, ""))
 
 
+def heeds_signals() -> None:
+    """Whatever the tests were started under: a server leaves alone what it was told to ignore, as by nohup."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @contextmanager
 def process(*flags: str | Path, program: Sequence[str] = PROGRAM) -> Iterator[Served]:
     command = [*program, *map(str, flags)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True, preexec_fn=heeds_signals) as started:
         drained = threading.Thread(target=lambda: started.stderr and started.stderr.read())
         drained.start()
         try:
