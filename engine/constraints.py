@@ -1,16 +1,17 @@
 """The grammars of the lanes being served: drafts are pruned to what they allow, masks filled while the forward runs.
 
 Owns one matcher per constrained lane; between rounds it stands behind the lane's emitted tokens, never behind a draft
-(contract rule 5). Lives on the engine thread; a fill borrows a matcher for one round.
+(contract rule 5). A matcher is foreign code over a client's text: whatever is asked of one is asked on a thread that
+can be left behind, and costs the lane that takes too long, never the round.
 """
 
 import logging
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import cast
 
-import msgspec
 import numpy as np
 
 from backends.base import MaskWords
@@ -23,12 +24,20 @@ _log = logging.getLogger("paceline.engine")
 
 
 class LaneGrammar:
-    """A lane's matcher, and what became of it. Written by `Constraints` and, during a fill, by the filler."""
+    """A lane's matcher, and what became of it. Written by the `LaneWork` that is being done for it."""
 
-    def __init__(self, matcher: Matcher) -> None:
-        self.matcher = matcher
+    def __init__(self, grammar: Grammar) -> None:
+        self._grammar = grammar
+        self._matcher: Matcher | None = None
         self.failure: str | None = None
         """Why the lane must end."""
+
+    @property
+    def matcher(self) -> Matcher:
+        """Made when it is first needed."""
+        if self._matcher is None:
+            self._matcher = self._grammar.matcher()
+        return self._matcher
 
     def valid_prefix(self, draft: Sequence[int]) -> int:
         """How many tokens of a draft the grammar allows."""
@@ -62,117 +71,147 @@ class LaneGrammar:
         return walk
 
 
-class Fill(msgspec.Struct):
-    """One window's masks: asked by the engine thread, filled by whichever thread claims them first."""
+class LaneWork:
+    """Something to ask of a lane's matcher. Done once, by whichever thread claims it first."""
 
-    index: int
-    lane: LaneGrammar
-    draft: tuple[int, ...]
-    words: MaskWords
-    claim: threading.Lock
-    done: threading.Event
+    def __init__(self, lane: LaneGrammar, ask: Callable[[], None]) -> None:
+        self.lane = lane
+        self.done = threading.Event()
+        self._ask = ask
+        self._claim = threading.Lock()
 
     def run(self) -> None:
-        """Fill them, unless another thread does."""
-        if not self.claim.acquire(blocking=False):
+        """Do it, unless another thread does."""
+        if not self._claim.acquire(blocking=False):
             return
         try:
-            self.lane.fill(self.draft, self.words)
+            self._ask()
         except Exception:  # the named boundary of a grammar: its lane ends, the others do not notice
             _log.exception("a grammar failed")
             self.lane.failure = "the grammar failed"
         self.done.set()
 
 
-class FillingMasks:
-    """The masks of one round, under way on a thread of their own. Implements `backends.base.Masks`."""
+class Working:
+    """Work for several lanes, under way on a thread of its own."""
 
-    def __init__(self, fills: Sequence[Fill], seconds: float) -> None:
-        self._fills = fills
+    def __init__(self, works: Sequence[LaneWork], seconds: float) -> None:
+        """`seconds`: how long each lane's work may take."""
+        self._works = works
         self._seconds = seconds
-        self._masks: dict[int, MaskWords] | None = None
-        _begin(fills)
+        _begin(works)
+
+    def wait(self) -> None:
+        """Until all is done. A lane whose grammar takes longer than its limit has failed; the thread that is stuck in
+        it is left behind, and another one does the rest.
+        """
+        for place, work in enumerate(self._works):
+            if not work.done.wait(self._seconds):
+                _log.warning("a grammar took more than %g s for one round", self._seconds)
+                work.lane.failure = f"the grammar took more than {self._seconds:g} s for one round"
+                _begin(self._works[place + 1 :])
+
+
+def _begin(works: Sequence[LaneWork]) -> None:
+    def run_all() -> None:
+        for work in works:
+            work.run()
+
+    if works:
+        threading.Thread(target=run_all, name="paceline-grammars", daemon=True).start()
+
+
+class FillingMasks:
+    """The masks of one round, under way. Implements `backends.base.Masks`."""
+
+    def __init__(self, working: Working, words: Mapping[int, tuple[LaneGrammar, MaskWords]]) -> None:
+        self._working = working
+        self._words = words
 
     def wait(self) -> Mapping[int, MaskWords]:
-        """Each window's masks. A lane whose grammar takes longer than its limit has failed, and has no mask; the thread
-        that is stuck in it is left behind, and another one does the rest.
-        """
-        if self._masks is None:
-            for place, fill in enumerate(self._fills):
-                if not fill.done.wait(self._seconds):
-                    _log.warning("a grammar took more than %g s for the masks of one round", self._seconds)
-                    fill.lane.failure = f"the grammar took more than {self._seconds:g} s for one token"
-                    _begin(self._fills[place + 1 :])
-            self._masks = {fill.index: fill.words for fill in self._fills if fill.lane.failure is None}
-        return self._masks
-
-
-def _begin(fills: Sequence[Fill]) -> None:
-    def run_all() -> None:
-        for fill in fills:
-            fill.run()
-
-    threading.Thread(target=run_all, name="paceline-masks", daemon=True).start()
+        """Each window's masks; a lane that has failed has none."""
+        self._working.wait()
+        return {index: words for index, (lane, words) in self._words.items() if lane.failure is None}
 
 
 class Constraints:
     """Matchers by request. Written by `Executor`."""
 
-    def __init__(self, vocabulary: int, fill_seconds: float) -> None:
-        """`vocabulary`: how many logits a row has. `fill_seconds`: how long one lane's masks of a round may take."""
+    def __init__(self, vocabulary: int, seconds: float) -> None:
+        """`vocabulary`: how many logits a row has. `seconds`: how long a lane's grammar may take for one answer."""
         self._words = math.ceil(vocabulary / 32)
-        self._fill_seconds = fill_seconds
+        self._seconds = seconds
         self._lanes: dict[str, LaneGrammar] = {}
 
     def open(self, windows: Sequence[Window]) -> None:
-        """Give every newcomer among the constrained lanes its matcher."""
+        """Take up every newcomer among the constrained lanes."""
         for window in windows:
             if window.constraint is not None and window.request_id not in self._lanes:
-                grammar = cast("Grammar", window.constraint)
-                self._lanes[window.request_id] = LaneGrammar(grammar.matcher())
+                self._lanes[window.request_id] = LaneGrammar(cast("Grammar", window.constraint))
 
-    def forced(self, request_id: str, limit: int) -> tuple[int, ...]:
-        """What a lane's grammar says must come next; nothing for a free lane."""
-        lane = self._lanes.get(request_id)
-        return () if lane is None else lane.matcher.forced(limit)
+    def forced(self, limits: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        """What the grammars of these lanes say must come next, so many tokens at most; free lanes are left out."""
+        forced: dict[str, tuple[int, ...]] = {}
 
-    def prune(self, windows: tuple[Window, ...]) -> tuple[Window, ...]:
-        """Cut every constrained draft to its valid prefix."""
-        return tuple(self._pruned(window) if window.constraint is not None else window for window in windows)
+        def ask(lane: LaneGrammar, request_id: str) -> None:
+            forced[request_id] = lane.matcher.forced(limits[request_id])
+
+        self._ask_all(ask, limits)
+        return forced
+
+    def valid_prefixes(self, drafts: Mapping[str, Sequence[int]]) -> dict[str, int]:
+        """How many tokens of each lane's draft its grammar allows; free lanes are left out."""
+        valid: dict[str, int] = {}
+
+        def ask(lane: LaneGrammar, request_id: str) -> None:
+            valid[request_id] = lane.valid_prefix(drafts[request_id])
+
+        self._ask_all(ask, drafts)
+        return valid
 
     def fill(self, windows: Sequence[Window]) -> FillingMasks | None:
         """Begin to fill the masks of all constrained windows; None if there is none."""
-        fills = [
-            Fill(
-                index,
-                self._lanes[window.request_id],
-                window.draft,
-                np.full((len(window.draft) + 1, self._words), -1, dtype=np.int32),
-                threading.Lock(),
-                threading.Event(),
-            )
+        words = {
+            index: (lane, np.full((len(window.draft) + 1, self._words), -1, dtype=np.int32))
             for index, window in enumerate(windows)
-            if window.constraint is not None
-        ]
-        if not fills:
+            if window.constraint is not None and (lane := self._sound(window.request_id)) is not None
+        }
+        if not words:
             return None
-        return FillingMasks(fills, self._fill_seconds)
+        works = [
+            LaneWork(lane, partial(lane.fill, windows[index].draft, rows)) for index, (lane, rows) in words.items()
+        ]
+        return FillingMasks(Working(works, self._seconds), words)
 
-    def advance(self, window: Window, walk: Acceptance) -> Acceptance:
-        """Move the lane's matcher over what a walk emitted; the walk, cut where its grammar ends."""
-        return self._lanes[window.request_id].advance(walk) if window.constraint is not None else walk
+    def advance(self, walks: Mapping[str, Acceptance]) -> dict[str, Acceptance]:
+        """Move the lanes' matchers over what their walks emitted; the walks, cut where a grammar ends. Free lanes are
+        left out.
+        """
+        advanced: dict[str, Acceptance] = {}
 
-    def failure(self, window: Window) -> str | None:
+        def ask(lane: LaneGrammar, request_id: str) -> None:
+            advanced[request_id] = lane.advance(walks[request_id])
+
+        self._ask_all(ask, walks)
+        return advanced
+
+    def failure(self, request_id: str) -> str | None:
         """Why a constrained lane must end, if it must."""
-        return self._lanes[window.request_id].failure if window.constraint is not None else None
+        lane = self._lanes.get(request_id)
+        return None if lane is None else lane.failure
 
     def forget(self, request_id: str) -> None:
         """The lane left. Idempotent."""
         self._lanes.pop(request_id, None)
 
-    def _pruned(self, window: Window) -> Window:
-        valid = self._lanes[window.request_id].valid_prefix(window.draft)
-        return window if valid == len(window.draft) else msgspec.structs.replace(window, draft=window.draft[:valid])
+    def _ask_all(self, ask: Callable[[LaneGrammar, str], None], request_ids: Mapping[str, object]) -> None:
+        """Of every constrained lane among these that has not failed; waits."""
+        lanes = [(lane, name) for name in request_ids if (lane := self._sound(name)) is not None]
+        Working([LaneWork(lane, partial(ask, lane, name)) for lane, name in lanes], self._seconds).wait()
+
+    def _sound(self, request_id: str) -> LaneGrammar | None:
+        lane = self._lanes.get(request_id)
+        return lane if lane is not None and lane.failure is None else None
 
 
 class ForcedText:
@@ -185,7 +224,8 @@ class ForcedText:
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[tuple[int, ...]]:
         """Per lane, the forced text as tokens; empty for free lanes and where there is a choice."""
-        return [self._constraints.forced(ask.request_id, ask.budget) for ask in asks]
+        forced = self._constraints.forced({ask.request_id: ask.budget for ask in asks})
+        return [forced.get(ask.request_id, ()) for ask in asks]
 
     def forget(self, request_id: str) -> None:
         """Its matcher belongs to `Constraints`."""

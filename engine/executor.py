@@ -11,7 +11,7 @@ import msgspec
 from backends.base import Backend, Flight
 from engine.constraints import Constraints
 from scheduler.draft import DraftAsk, DraftSource
-from scheduler.round import Acceptance, Drawn, LaneResult, Round, Window
+from scheduler.round import Drawn, LaneResult, Round, Window
 from scheduler.scheduler import Scheduler
 
 _log = logging.getLogger("paceline.engine")
@@ -40,29 +40,29 @@ class Executor:
         if planned.ahead and after is not None:
             return FlyingRound(planned, self._backend.verify(planned.windows, after.flight))
         self._constraints.open(planned.windows)
-        windows = self._constraints.prune(self._propose(planned.windows))
+        windows = self._pruned(self._propose(planned.windows))
         flight = self._backend.verify(windows, masks=self._constraints.fill(windows))
         return FlyingRound(Round(windows), flight)
 
     def land(self, flying: FlyingRound, drawn: Sequence[Drawn]) -> list[LaneResult]:
         """Walk each live lane's draft against its draws, and cut its caches to what it keeps."""
         live = [
-            (window, self._walk(window, draws) if window.samples else None)
+            (window, self._scheduler.accept(window, draws) if window.samples else None)
             for window, draws in zip(flying.round.windows, drawn, strict=True)
             if self._scheduler.serves(window)
         ]
+        walks = {window.request_id: walk for window, walk in live if walk is not None}
+        walks |= self._constraints.advance(walks)
+        results = [(window, walks.get(window.request_id)) for window, _ in live]
         kept = {
             window.slot: window.start + window.real + (walk.accepted if walk is not None else 0)
-            for window, walk in live
+            for window, walk in results
         }
         cached = self._backend.keep(kept)
         return [
-            LaneResult(window, walk, cached[window.slot], self._constraints.failure(window)) for window, walk in live
+            LaneResult(window, walk, cached[window.slot], self._constraints.failure(window.request_id))
+            for window, walk in results
         ]
-
-    def _walk(self, window: Window, drawn: Drawn) -> Acceptance:
-        walk = self._scheduler.accept(window, drawn)
-        return walk if self._constraints.failure(window) else self._constraints.advance(window, walk)
 
     def dismiss_departed(self) -> None:
         """Release everything that was held for lanes that left."""
@@ -84,6 +84,16 @@ class Executor:
                 if draft:
                     filled[place] = _with_draft(filled[place], draft, source.name)
         return tuple(filled)
+
+    def _pruned(self, windows: tuple[Window, ...]) -> tuple[Window, ...]:
+        """Cut every constrained draft to its valid prefix."""
+        valid = self._constraints.valid_prefixes({w.request_id: w.draft for w in windows if w.draft})
+        return tuple(
+            msgspec.structs.replace(window, draft=window.draft[: valid[window.request_id]])
+            if window.request_id in valid
+            else window
+            for window in windows
+        )
 
     def _ask(self, window: Window) -> DraftAsk:
         return DraftAsk(window.request_id, self._scheduler.tokens(window.request_id), window.budget)

@@ -34,7 +34,8 @@ class Matcher(Protocol):
 
     def forced(self, limit: int) -> tuple[int, ...]:
         """The text that must come next whatever is drawn, split as the model's own tokenizer would go on, `limit`
-        tokens at most; empty where there is a choice. A guess about the split, never about the text. Moves nothing.
+        tokens at most; empty where there is a choice. A guess: the tokens are allowed, but others may be as well. Moves
+        nothing.
         """
         ...
 

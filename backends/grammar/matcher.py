@@ -4,6 +4,7 @@ Owns the promises of `backends.grammar.base.Matcher` that xgrammar's matcher doe
 quiet, a fill behind the end allows the stop tokens, and whether the text can only end is known.
 """
 
+import codecs
 import math
 
 import numpy as np
@@ -14,6 +15,10 @@ from backends.grammar.xgrammar_core import CoreGrammar
 
 _FORCED_CHARACTERS = 32
 """Of a forced text are split, per token that is asked for: a text of any length must not cost a round its time."""
+
+
+_FEW = 64
+"""Where more tokens are allowed than this, there is a choice."""
 
 
 class XGrammarMatcher:
@@ -59,28 +64,56 @@ class XGrammarMatcher:
         return known
 
     def _allows_only_stops(self) -> bool:
-        words = np.zeros(math.ceil(len(self._vocabulary.tokens) / 32), dtype=np.int32)
+        words = np.zeros(self._word_count(), dtype=np.int32)
         self._core.fill_next_token_bitmask(words, 0, False)
         return not (words & ~self._stop_words()).any()
 
+    def _word_count(self) -> int:
+        return math.ceil(len(self._vocabulary.tokens) / 32)
+
     def _stop_words(self) -> MaskWords:
-        words = np.zeros(math.ceil(len(self._vocabulary.tokens) / 32), dtype=np.uint32)
+        words = np.zeros(self._word_count(), dtype=np.uint32)
         for token in self._vocabulary.stop_tokens:
             words[token // 32] |= np.uint32(1 << token % 32)
         return words.view(np.int32)
 
     def forced(self, limit: int) -> tuple[int, ...]:
-        """The text as xgrammar finds it, split by the model's tokenizer.
-
-        The last token often goes on in what the model draws: of SmolLM2's own splits of 120 schemas' values, 90% of
-        the forced tokens are accepted, and all if each run's last is left out. It stays, because a run whose last token
-        is right saves a round, and one whose last is wrong loses a row: 4,787 rounds against 5,491.
+        """The text is followed token by token for as long as all tokens that are allowed begin alike, so its cost is
+        bounded by `limit` masks (xgrammar's own search for it is not), and then split by the model's tokenizer.
         """
-        if limit < 1 or self._core.is_terminated():
-            return ()
-        text = self._core.find_jump_forward_string()
-        if not text:
-            return ()
-        cut = text[: limit * _FORCED_CHARACTERS]
-        tokens = self._vocabulary.split(cut)
-        return tokens[:limit] if cut == text else tokens[:-1][:limit]
+        text = self._forced_text(limit) if not self._core.is_terminated() else b""
+        try:
+            whole = codecs.getincrementaldecoder("utf-8")().decode(text)  # half a character at its end is left out
+        except UnicodeDecodeError:
+            return ()  # it begins in the middle of one
+        return self._vocabulary.split(whole)[:limit] if whole else ()
+
+    def _forced_text(self, limit: int) -> bytes:
+        words = np.zeros(self._word_count(), dtype=np.int32)
+        text = b""
+        walked = 0
+        while walked < limit:
+            self._core.fill_next_token_bitmask(words, 0, False)
+            token = self._only_way(words)
+            if token is None or not self._core.accept_token(token, False):
+                break
+            text += self._vocabulary.tokens[token]
+            walked += 1
+        if walked:
+            self._core.rollback(walked)
+        return text
+
+    def _only_way(self, words: MaskWords) -> int | None:
+        """The longest of the allowed tokens with which all others agree: they begin it, or it begins them."""
+        if np.bitwise_count(words.view(np.uint32)).sum() > _FEW:
+            return None
+        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
+        pieces = sorted(
+            ((self._vocabulary.tokens[token], token) for token in allowed), key=lambda piece: -len(piece[0])
+        )
+        if not pieces or not pieces[-1][0]:
+            return None  # nothing, or a stop token
+        for longest, token in pieces:
+            if all(longest.startswith(other) or other.startswith(longest) for other, _ in pieces):
+                return token
+        return None

@@ -7,15 +7,14 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
 import pytest
 
 from backends.base import MaskWords
 from backends.fake import EOS
 from engine.config import EngineConfig
-from engine.constraints import Fill, FillingMasks, LaneGrammar
+from engine.constraints import LaneGrammar, LaneWork, Working
 from scheduler.request import FinishReason, Request, Sampling
-from tests.engine.grammars import WORDS, Chart, ChartMatcher, literal
+from tests.engine.grammars import Chart, ChartMatcher, literal
 from tests.engine.served import Guest, Served, decode, serve
 
 STOPS = frozenset({EOS})
@@ -173,7 +172,7 @@ def bad(fault: str) -> Bad:
     ("fault", "message"),
     [
         ("raises", "the grammar failed"),
-        ("hangs", "the grammar took more than 0.2 s for one token"),
+        ("hangs", "the grammar took more than 0.2 s for one round"),
         ("allows nothing", "the grammar allows no token here"),
         ("allows what it refuses", "the grammar does not allow the token that was drawn"),
     ],
@@ -205,26 +204,73 @@ def test_two_grammars_that_hang_in_one_round_both_end_and_the_third_goes_on() ->
 
 
 def test_a_thread_that_comes_back_from_a_grammar_touches_no_other_lane() -> None:
-    fills: list[str] = []
-
-    class Counted(ChartMatcher):
-        def fill(self, words: MaskWords) -> None:
-            fills.append(threading.current_thread().name)
-            super().fill(words)
-
-    hanging = bad("hangs")
-    stuck = BadMatcher(hanging, "hangs", hanging.released)
-    stuck._fills = 2
-    lanes = [LaneGrammar(stuck), LaneGrammar(Counted(literal(TEXT)))]
-    asked = [
-        Fill(index, lane, (), np.zeros((1, WORDS), np.int32), threading.Lock(), threading.Event())
-        for index, lane in enumerate(lanes)
-    ]
+    released = threading.Event()
+    asked: list[str] = []
+    lanes = [LaneGrammar(literal(TEXT)), LaneGrammar(literal(TEXT))]
+    works = [LaneWork(lanes[0], lambda: released.wait(60) and None), LaneWork(lanes[1], lambda: asked.append("once"))]
     before = set(threading.enumerate())
-    masks = FillingMasks(asked, 0.1)
-    assert set(masks.wait()) == {1}
-    assert lanes[0].failure is not None
-    hanging.released.set()
+    Working(works, 0.1).wait()
+    assert (lanes[0].failure is None, lanes[1].failure is None) == (False, True)
+    released.set()
     for thread in set(threading.enumerate()) - before:
         thread.join(20)
-    assert len(fills) == 1
+    assert asked == ["once"]
+
+
+@pytest.mark.parametrize("where", ["accept", "rollback", "fill", "forced", "finished"])
+@pytest.mark.parametrize("fault", ["raises", "hangs"])
+def test_whatever_is_asked_of_a_grammar_costs_its_own_lane_at_most(where: str, fault: str) -> None:
+    """Each of its answers once takes for ever, or raises, in the middle of the text."""
+    released = threading.Event()
+
+    class Faulty(ChartMatcher):
+        calls = 0
+
+        def answer(self, name: str) -> None:
+            Faulty.calls += name == where
+            if name == where and Faulty.calls > 3:
+                if fault == "raises":
+                    raise ArithmeticError("boom")
+                released.wait(60)
+
+        def accept(self, token: int) -> bool:
+            self.answer("accept")
+            return super().accept(token)
+
+        def rollback(self, count: int) -> None:
+            self.answer("rollback")
+            super().rollback(count)
+
+        def fill(self, words: MaskWords) -> None:
+            self.answer("fill")
+            super().fill(words)
+
+        def forced(self, limit: int) -> tuple[int, ...]:
+            self.answer("forced")
+            return super().forced(min(limit, 2))
+
+        @property
+        def finished(self) -> bool:
+            self.answer("finished")
+            return super().finished
+
+    class FaultyChart(Chart):
+        def matcher(self) -> ChartMatcher:
+            return Faulty(self)
+
+    text = literal(TEXT)
+    run = serve(crowd(literal(TEXT), FaultyChart(text.steps, text.ends)), EngineConfig(8, 100, fill_seconds=0.2))
+    released.set()
+    assert run.end("bound 1").reason is FinishReason.ERROR
+    assert others_are_plain(run, "bound 1")
+
+
+def test_a_grammar_whose_matcher_cannot_be_made_ends_its_lane() -> None:
+    class Unmade(Chart):
+        def matcher(self) -> ChartMatcher:
+            raise ArithmeticError("boom")
+
+    text = literal(TEXT)
+    run = serve(crowd(Unmade(text.steps, text.ends), literal(TEXT)), EngineConfig(8, 100))
+    assert (run.end("bound 0").reason, run.end("bound 0").error) == (FinishReason.ERROR, "the grammar failed")
+    assert others_are_plain(run, "bound 0")
