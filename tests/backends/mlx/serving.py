@@ -19,7 +19,7 @@ from engine.config import EngineConfig
 from engine.loop import Loop
 from engine.messages import Message, Submit
 from scheduler.draft import DraftAsk, DraftSource
-from scheduler.events import Finished, Tokens
+from scheduler.events import Finished, TokenLogprob, Tokens
 from scheduler.request import Request, Sampling
 from scheduler.round import Window
 from scheduler.stats import Stats
@@ -182,6 +182,7 @@ class Served(msgspec.Struct, frozen=True):
     finished: dict[str, Finished]
     rounds: tuple[Played, ...]
     stats: Stats
+    logprobs: dict[str, tuple[TokenLogprob, ...]] = {}
 
 
 def serve(
@@ -199,18 +200,20 @@ def serve(
 
     loop = Loop(backend, config, sources=sources, mailbox=mailbox, clock=lambda: float(steps))
     tokens: dict[str, tuple[int, ...]] = {}
+    logprobs: dict[str, tuple[TokenLogprob, ...]] = {}
     finished: dict[str, Finished] = {}
     while pending or not loop.idle:
         for event in loop.step():
             assert event.request_id not in finished, "an event after the last"
             if isinstance(event, Tokens):
                 tokens[event.request_id] = tokens.get(event.request_id, ()) + event.tokens
+                logprobs[event.request_id] = logprobs.get(event.request_id, ()) + event.logprobs
             else:
                 finished[event.request_id] = event
         steps += 1
         assert steps < MOST_STEPS, "the loop makes no progress"
     assert forward.buffers() == [], "lanes left behind"
-    return Served(tokens, finished, tuple(backend.rounds), loop.stats())
+    return Served(tokens, finished, tuple(backend.rounds), loop.stats(), logprobs)
 
 
 def submissions(requests: Iterable[Request], *, every: int = 0) -> list[Arrival]:
