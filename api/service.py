@@ -4,6 +4,7 @@ Owns the answer to "can a request be served now?". Must not know HTTP or any dia
 """
 
 import asyncio
+import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,10 +20,8 @@ from backends.grammar.base import Grammar
 from backends.grammar.compile import CompilerStats, GrammarCompiler
 from backends.grammar.limits import Limits
 from backends.grammar.spec import ConstraintSpec
+from backends.grammar.vetting import GrammarBusyError
 from engine.thread import Engine, EngineState
-
-_COMPILING = 4
-"""How many grammars are compiled at once; more of them wait."""
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -65,7 +64,11 @@ class Service:
         self.registry = create_registry(engine, self.metrics, self.grammar_stats)
         self._model: ServedModel | None = None
         self._grammars: GrammarCompiler | None = None
-        self._compiling = ThreadPoolExecutor(_COMPILING, "paceline-grammar")
+        # As many threads as processes that vet: so all who wait do it here, where they can leave.
+        self._compiling = ThreadPoolExecutor(settings.grammars.processes, "paceline-grammar")
+        self._compilers = asyncio.Semaphore(settings.grammars.processes)
+        self._waiting = 0
+        self._looking_up = ThreadPoolExecutor(1, "paceline-grammar-cache")
 
     async def load(self) -> ServedModel:
         """Wait for the engine and load the tokenizer beside it; raises what either raises."""
@@ -76,11 +79,39 @@ class Service:
         return self._model
 
     async def compile(self, spec: ConstraintSpec) -> Grammar:
-        """A constraint as the engine takes it, compiled in a thread; raises GrammarError. One who is cancelled leaves
-        at once: what had not begun never does, and a thread that is at work is not free until it is done.
+        """A constraint as the engine takes it. Raises GrammarError, or GrammarUnavailableError if it is not to blame.
+
+        One that is kept is found without waiting for those that are compiled. One who is cancelled leaves at once: what
+        had not begun never does, and a thread that is at work is not free until it is done.
         """
-        assert self._grammars is not None, "compiled for a model that is ready"
-        return await asyncio.get_running_loop().run_in_executor(self._compiling, self._grammars.compile, spec)
+        grammars = self._grammars
+        assert grammars is not None, "compiled for a model that is ready"
+        deadline = time.monotonic() + self.settings.grammars.seconds
+        loop = asyncio.get_running_loop()
+        kept = await loop.run_in_executor(self._looking_up, grammars.cached, spec)
+        if kept is not None:
+            return kept
+        await self._free_compiler(deadline)
+        job = self._compiling.submit(grammars.compile, spec, deadline)
+        job.add_done_callback(lambda _: self._compiler_is_free(loop))
+        return await asyncio.wrap_future(job)
+
+    async def _free_compiler(self, deadline: float) -> None:
+        """Wait in the queue, which has an end; leaving it leaves nothing behind."""
+        if self._waiting >= self.settings.grammars.waiting:
+            raise GrammarBusyError("too many other constraints wait to be compiled; try again")
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                await self._compilers.acquire()
+        except TimeoutError:
+            raise GrammarBusyError("too many other constraints are being compiled; try again") from None
+        finally:
+            self._waiting -= 1
+
+    def _compiler_is_free(self, loop: asyncio.AbstractEventLoop) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(self._compilers.release)
 
     def grammar_stats(self) -> CompilerStats | None:
         """What became of the constraints so far; None until there is a model."""
@@ -89,6 +120,7 @@ class Service:
     def close(self) -> None:
         """Compile no more. Idempotent."""
         self._compiling.shutdown(wait=False, cancel_futures=True)
+        self._looking_up.shutdown(wait=False, cancel_futures=True)
         if self._grammars is not None:
             self._grammars.close()
 

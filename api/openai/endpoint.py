@@ -15,7 +15,7 @@ from api.openai.reply import Order, Reply
 from api.openai.schema import Body, parse
 from api.service import ServedModel, Service
 from api.sse import unless_disconnected
-from backends.grammar.base import GrammarError
+from backends.grammar.base import GrammarError, GrammarUnavailableError
 from backends.grammar.vetting import GrammarBusyError
 
 Prepare = Callable[[Body, ServedModel, float], Awaitable[Order]]
@@ -53,8 +53,10 @@ class GenerationEndpoint(Generic[Body]):
         """The order with its grammar; None if the client left while it was compiled, and nobody waits for it then."""
         try:
             grammar = await unless_disconnected(receive, partial(self._service.compile, asked.spec))
-        except GrammarBusyError as error:
-            raise ApiError(503, f"{asked.field}: {error}", code="grammar_busy", retry_after=1) from error
+        except GrammarUnavailableError as error:
+            code = "grammar_busy" if isinstance(error, GrammarBusyError) else "grammar_unavailable"
+            message = f"{asked.field}: {error}"
+            raise ApiError(503, message, param=asked.field, code=code, retry_after=1) from error
         except GrammarError as error:
             raise invalid(f"{asked.field}: {error}", asked.field, "invalid_grammar") from error
         if grammar is None:

@@ -21,6 +21,7 @@ _MAX_STOPS = 16
 _MAX_BIASES = 1024
 _MAX_TOOLS = 128
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_PLAIN_KEY = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _DIAGNOSED_BYTES = 1 << 20
 """Larger bodies that are no JSON are not searched for the field at fault."""
 
@@ -282,9 +283,11 @@ def _check_completion(body: CompletionBody) -> None:
 
 
 def _bad_field(problem: str) -> ApiError:
-    """The field in "Expected `int`, got `str` - at `$.messages[0].content`"."""
+    """The field in "Expected `int`, got `str` - at `$.messages[0].content`". A key of a mapping is shown as `[...]`
+    there; the mapping is named instead.
+    """
     what, _, place = problem.partition(" - at `$")
-    field = place.rstrip("`").lstrip(".")
+    field = place.rstrip("`").lstrip(".").partition("[...]")[0]
     missing = re.search(r"missing required field `(\w+)`", what)
     if missing:
         field = f"{field}.{missing[1]}".lstrip(".")
@@ -312,12 +315,17 @@ def _unspeakable(raw: bytes) -> str | None:
         if isinstance(value, dict):
             if not all(map(_can_be_said, value)):
                 return path or "body"
-            open_values += [(f"{path}.{key}".lstrip("."), inner) for key, inner in value.items()]
+            open_values += [(_inside(path, key), inner) for key, inner in value.items()]
         elif isinstance(value, list):
             open_values += [(f"{path}[{index}]", inner) for index, inner in enumerate(value)]
         elif not _can_be_said(value):
-            return path
+            return path or "body"
     return None
+
+
+def _inside(path: str, key: str) -> str:
+    """The path of a field; of a key that is no plain word, the path of what it stands in."""
+    return f"{path}.{key}".lstrip(".") if _PLAIN_KEY.fullmatch(key) else path
 
 
 def _can_be_said(value: object) -> bool:

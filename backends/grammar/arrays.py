@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any
 
+from backends.grammar.automaton import TooLargeError
 from backends.grammar.cases import Case, Cases, Conjunction, Literal, Size
 from backends.grammar.document import Document, Place, SchemaError
 from backends.grammar.ebnf import COMMA, Part, Ref, Rules, Times, literal
@@ -11,6 +12,7 @@ from backends.grammar.instance import equal, item_keywords, item_place, spelling
 
 _MAX_UNIQUE = 6
 """Values that the items of an array without repetition may have: there is a rule for every set of them."""
+_MAX_LEAST = 1_000_000
 
 
 class ArrayRules:
@@ -24,7 +26,7 @@ class ArrayRules:
         self._value = value
 
     def array(self, case: Case) -> list[Part]:
-        """The arrays of a case. Raises SchemaError."""
+        """The arrays of a case. Raises SchemaError, TooLargeError."""
         if not case.items.possible:
             return [self._rules.never()]
         for place in case.arrays:
@@ -62,6 +64,8 @@ class ArrayRules:
     def _repeated(self, parts: Sequence[Part], least: int, most: int | None) -> list[Part]:
         if most == 0:
             return []
+        if least > _MAX_LEAST:
+            raise TooLargeError(f"an array of more than {_MAX_LEAST} items at least")
         return [Times(self._rules.add(self._rules.new("r"), [parts]).name, least, most)]
 
     def _unique_array(self, case: Case, listed: int, where: str) -> list[Part]:

@@ -10,6 +10,10 @@ class GrammarError(ValueError):
     """A constraint that cannot be enforced exactly; the message says why, for the client to read."""
 
 
+class GrammarUnavailableError(GrammarError):
+    """The server could not find out about a constraint. Nothing is known against it; it may be sent again."""
+
+
 class Matcher(Protocol):
     """One lane's place in its grammar. Belongs to one thread at a time; never to two at once."""
 

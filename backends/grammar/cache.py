@@ -40,12 +40,12 @@ class GrammarCache:
         self._sizes: dict[tuple[str, ...], int] = {}
         self._hits = self._misses = self._evictions = 0
 
-    def get(self, key: tuple[str, ...]) -> Sized | None:
-        """What is kept under a key."""
+    def get(self, key: tuple[str, ...], *, again: bool = False) -> Sized | None:
+        """What is kept under a key. With `again`, whoever misses it looks once more, and is counted then."""
         with self._lock:
             found = self._kept.get(key)
             if found is None:
-                self._misses += 1
+                self._misses += not again
                 return None
             self._hits += 1
             self._kept.move_to_end(key)

@@ -6,12 +6,15 @@ kept. Owns the cache and the vetting processes. Must not know HTTP or lanes.
 
 import re
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
+from typing import TypeVar
 
 import msgspec
 
 from backends.base import ModelInfo
-from backends.grammar.base import Grammar, GrammarError, Matcher
+from backends.grammar.base import Grammar, GrammarError, GrammarUnavailableError, Matcher
 from backends.grammar.cache import CacheStats, GrammarCache
 from backends.grammar.deferred import DeferredGrammar
 from backends.grammar.document import read_json
@@ -26,6 +29,7 @@ _JSON_KINDS = frozenset({SpecKind.JSON_SCHEMA, SpecKind.CHOICE, SpecKind.STRUCTU
 _STRING_OR_BLANK = re.compile(r'("(?:[^"\\]|\\.)*")|\s+', re.DOTALL)
 _STRING_OR_OTHER = re.compile(r'"(?:[^"\\]|\\.)*"|[^\[\]{}"]+', re.DOTALL)
 _Key = tuple[str, ...]
+_T = TypeVar("_T")
 
 
 class CompilerStats(msgspec.Struct, frozen=True):
@@ -33,7 +37,7 @@ class CompilerStats(msgspec.Struct, frozen=True):
 
     cache: CacheStats
     refused: int
-    """Constraints that raised GrammarError."""
+    """Constraints that were found to be at fault."""
     killed: int
     """Vetting processes that were lost, or killed at a limit."""
 
@@ -89,17 +93,34 @@ class GrammarCompiler:
         self._refused = 0
         self._closed = False
 
-    def compile(self, spec: ConstraintSpec) -> Grammar:
-        """A grammar that enforces a constraint exactly. Raises GrammarError, whose message is for the client, and
-        GrammarBusyError if too many others are being compiled.
+    def cached(self, spec: ConstraintSpec) -> Grammar | None:
+        """The grammar of a constraint, if it is kept. Waits for nobody, but reads the text; raises GrammarError for one
+        that can be refused by that alone.
         """
+        engine = self._engine
+        if engine is None:
+            return None
+        kept = self._cache.get(_key(engine, spec.kind, self._counted(lambda: self._checked(spec))), again=True)
+        return _deferred(kept, spec) if isinstance(kept, CompiledGrammar) else None
+
+    def compile(self, spec: ConstraintSpec, deadline: float | None = None) -> Grammar:
+        """A grammar that enforces a constraint exactly. Raises GrammarError, whose message is for the client, and
+        GrammarUnavailableError where the constraint is not to blame: it may be sent again.
+
+        `deadline` (`time.monotonic`) is when to give up, by default the limit from now on.
+        """
+        until = time.monotonic() + self._limits.seconds if deadline is None else deadline
+        return _deferred(self._counted(lambda: self._compiled(spec.kind, self._checked(spec), until)), spec)
+
+    def _counted(self, work: Callable[[], _T]) -> _T:
         try:
-            grammar = self._compiled(spec.kind, self._checked(spec))
+            return work()
+        except GrammarUnavailableError:
+            raise
         except GrammarError:
             with self._lock:
                 self._refused += 1
             raise
-        return DeferredGrammar(grammar, spec.after) if spec.after else grammar
 
     @property
     def stats(self) -> CompilerStats:
@@ -131,9 +152,9 @@ class GrammarCompiler:
         read_json(spec.text)
         return _STRING_OR_BLANK.sub(lambda found: found[1] or "", spec.text)
 
-    def _compiled(self, kind: SpecKind, text: str) -> CompiledGrammar:
+    def _compiled(self, kind: SpecKind, text: str, deadline: float) -> CompiledGrammar:
         engine = self._started()
-        key = (kind.value, text, engine.vocabulary.fingerprint)
+        key = _key(engine, kind, text)
         with self._lock:
             shared = self._under_way.get(key)
             if shared is None:
@@ -145,7 +166,7 @@ class GrammarCompiler:
         if shared is not None:
             return shared.result()
         try:
-            grammar = self._compile_anew(engine, kind, key)
+            grammar = self._compile_anew(engine, kind, key, deadline)
         except BaseException as error:
             self._finish(key)
             ours.set_exception(error)
@@ -159,8 +180,8 @@ class GrammarCompiler:
         with self._lock:
             del self._under_way[key]
 
-    def _compile_anew(self, engine: _Engine, kind: SpecKind, key: _Key) -> CompiledGrammar:
-        translated = engine.vetting.vet(kind, key[1])
+    def _compile_anew(self, engine: _Engine, kind: SpecKind, key: _Key, deadline: float) -> CompiledGrammar:
+        translated = engine.vetting.vet(kind, key[1], deadline)
         compiler = engine.compiler
         grammar = compiler.structural_tag(translated.text) if translated.tag else compiler.grammar(translated.text)
         return CompiledGrammar(kind, key, grammar, engine.vocabulary, self._cache)
@@ -168,7 +189,7 @@ class GrammarCompiler:
     def _started(self) -> _Engine:
         with self._starting:
             if self._closed:
-                raise GrammarError("the server is stopping")
+                raise GrammarUnavailableError("the server is stopping")
             if self._engine is None:
                 try:
                     vocabulary = load_vocabulary(self._info)
@@ -177,6 +198,14 @@ class GrammarCompiler:
                 compiler = CoreCompiler(vocabulary.tokens, vocabulary.stop_tokens)
                 self._engine = _Engine(vocabulary, compiler, Vetting(vocabulary, self._limits))
             return self._engine
+
+
+def _key(engine: _Engine, kind: SpecKind, text: str) -> _Key:
+    return (kind.value, text, engine.vocabulary.fingerprint)
+
+
+def _deferred(grammar: CompiledGrammar, spec: ConstraintSpec) -> Grammar:
+    return DeferredGrammar(grammar, spec.after) if spec.after else grammar
 
 
 def _encoded(text: str) -> bytes:

@@ -11,8 +11,8 @@ from itertools import count
 from backends.grammar.automaton import NOTHING, Automaton, State, TooLargeError, minimal, preceded
 from backends.grammar.pattern import matching
 
-_MAX_DIGITS = 400
-"""Of a bound; the largest double has 309."""
+MAX_DIGITS = 400
+"""Of a number in a schema, and of its exponent's value; the largest double has 309."""
 _MAX_STEPS = 1000
 """Of the numerator of `multipleOf`."""
 _MAX_FRACTION = 12
@@ -73,8 +73,8 @@ def _magnitudes_between(low: Bound | None, high: Bound | None) -> Automaton:
 
 def _at_least(bound: Bound) -> Automaton:
     """Unsigned numbers not below a bound that is not negative."""
-    if abs(bound.value.adjusted()) > _MAX_DIGITS or len(bound.value.as_tuple().digits) > _MAX_DIGITS:
-        raise TooLargeError(f"a bound of more than {_MAX_DIGITS} digits")
+    if abs(bound.value.adjusted()) > MAX_DIGITS or len(bound.value.as_tuple().digits) > MAX_DIGITS:
+        raise TooLargeError(f"a bound of more than {MAX_DIGITS} digits")
     whole, _, fraction = format(bound.value, "f").partition(".")
     fraction = fraction.rstrip("0")
     larger = [digits + rf"\d{{{len(whole) - len_digits}}}" for digits, len_digits in _larger_digits(whole)]

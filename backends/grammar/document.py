@@ -4,6 +4,7 @@ Owns reading and references. Must not know what a keyword means for a grammar.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any
@@ -12,6 +13,7 @@ from urllib.parse import unquote
 import msgspec
 
 from backends.grammar.base import GrammarError
+from backends.grammar.decimals import MAX_DIGITS
 
 _OLD_DRAFTS = ("draft-03", "draft-04", "draft-05", "draft-06", "draft-07")
 """Where `$ref` stands, these let nothing else count beside it."""
@@ -51,6 +53,8 @@ _COUNTS = frozenset(
     }
 )
 _STRINGS = frozenset({"$ref", "format", "pattern"})
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89A-Fa-f]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 
 
@@ -177,12 +181,46 @@ class Document:
 
 
 def read_json(text: str) -> Any:
-    """JSON with exact numbers: integers, and Decimal for whatever has a point or an exponent. Raises GrammarError."""
+    """JSON with exact numbers: integers, and Decimal for whatever has a point or an exponent; and with texts that are
+    Unicode. Raises GrammarError.
+    """
     try:
         text.encode()
-        return json.loads(text, parse_float=Decimal, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_int=_integer, parse_float=_decimal, parse_constant=_refuse_constant)
+    except GrammarError:
+        raise
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"it is not JSON: {error}") from None
+    if _SURROGATE_ESCAPE.search(text):
+        _refuse_surrogates(value)
+    return value
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise GrammarError(f"it has a number of more than {MAX_DIGITS} digits")
+    return int(digits)
+
+
+def _decimal(text: str) -> Decimal:
+    """Refuses, by its length alone, what would take for ever to be compared with an integer."""
+    digits, _, exponent = text.lower().partition("e")
+    power = exponent.lstrip("+-").lstrip("0")
+    if len(digits) > MAX_DIGITS or len(power) > len(str(MAX_DIGITS)) or int(power or "0") > MAX_DIGITS:
+        raise GrammarError(f"it has a number of more than {MAX_DIGITS} digits")
+    return Decimal(text)
+
+
+def _refuse_surrogates(value: Any) -> None:
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            waiting.extend((*part, *part.values()))
+        elif isinstance(part, list):
+            waiting.extend(part)
+        elif isinstance(part, str) and (half := _SURROGATE.search(part)):
+            raise GrammarError(f"it holds half a surrogate pair, \\u{ord(half[0]):04x}")
 
 
 def _refuse_constant(name: str) -> Any:

@@ -6,14 +6,20 @@ Owns escaping, the spelling of automata as rules, and leaving out what can never
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from backends.grammar.automaton import Automaton, Ranges, intersected, inverted
+from backends.grammar.automaton import Automaton, Ranges, TooLargeError, intersected, inverted
 
 _PRINTABLE = frozenset(map(chr, range(0x20, 0x7F))) - frozenset('"\\')
 _SURROGATES: Ranges = ((0xD800, 0xDFFF),)
 _SCALARS = inverted(_SURROGATES)
 _SHORT_ESCAPES = {0x08: "\\b", 0x09: "\\t", 0x0A: "\\n", 0x0C: "\\f", 0x0D: "\\r", 0x22: '\\"', 0x5C: "\\\\"}
 _ESCAPED_IN_JSON: Ranges = ((0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
-_UNESCAPED_IN_JSON = intersected(inverted(_ESCAPED_IN_JSON), _SCALARS)
+UNESCAPED_IN_JSON = intersected(inverted(_ESCAPED_IN_JSON), _SCALARS)
+"""What a JSON string holds as it is. Surrogates are no characters: encoded in UTF-8 as if they were, no decoder takes
+them.
+"""
+MAX_TIMES = 10**9
+"""xgrammar counts characters and repetitions in 32 bits; a text of so many does not end."""
+MAX_RULES = 60_000
 COMMA, COLON = ", ", ": "
 """JSON's separators, with the whitespace of the grammars."""
 ESCAPE_RULE = "escape"
@@ -48,16 +54,13 @@ class Rules:
         self._numbers = 0
 
     def new(self, hint: str) -> str:
-        """A name that no rule has; its alternatives follow."""
+        """A name that no rule has; its alternatives follow. Raises TooLargeError."""
+        if len(self._rules) >= MAX_RULES:
+            raise TooLargeError(f"it needs more than {MAX_RULES} rules")
         self._numbers += 1
         name = f"{hint}{self._numbers}"
         self._rules[name] = []
         return name
-
-    @property
-    def count(self) -> int:
-        """How many rules there are."""
-        return len(self._rules)
 
     def known(self, name: str) -> bool:
         """Whether there is such a rule."""
@@ -70,7 +73,7 @@ class Rules:
 
     def limit(self, name: str, characters: int) -> None:
         """A rule ends after so many characters of text, or, where it cannot, as soon as it can."""
-        self._budgets[name] = characters
+        self._budgets[name] = min(characters, MAX_TIMES)
 
     def never(self) -> Ref:
         """A rule that cannot be completed; whatever needs it is left out."""
@@ -138,7 +141,7 @@ class Rules:
         return Ref(names[0])
 
     def _characters(self, ranges: Ranges, *, json_string: bool) -> list[Part]:
-        plain = intersected(ranges, _UNESCAPED_IN_JSON if json_string else _SCALARS)
+        plain = intersected(ranges, UNESCAPED_IN_JSON if json_string else _SCALARS)
         found: list[Part] = [character_class(plain)] if plain else []
         escaped = intersected(ranges, _ESCAPED_IN_JSON) if json_string else ()
         if escaped == _ESCAPED_IN_JSON:
@@ -166,7 +169,7 @@ def _alternative_text(alternative: Alternative) -> str:
 
 def _part_text(part: Part) -> str:
     if isinstance(part, Times):
-        most = "" if part.most is None else part.most
+        most = "" if part.most is None else min(part.most, MAX_TIMES)
         return '""' if part.most == 0 else f"{part.name}{{{part.least},{most}}}"
     return part.name if isinstance(part, Ref) else part
 
@@ -182,9 +185,7 @@ def literal(text: str) -> str:
 
 
 def character_class(ranges: Ranges) -> str:
-    """One character of these; there is at least one."""
-    if ranges == _SCALARS:
-        return "[^]"
+    """One character of these; there is at least one. Never by what it is not: that would let surrogates in."""
     return "[" + "".join(_range_text(low, high) for low, high in ranges) + "]"
 
 

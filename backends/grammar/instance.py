@@ -7,6 +7,7 @@ this is exact for every keyword that is known here, also for those that no gramm
 import json
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
+from fractions import Fraction
 from functools import cache
 from typing import Any
 
@@ -202,7 +203,7 @@ def _number_holds(value: Any, words: Mapping[str, Any]) -> bool:
             limit = words.get("minimum" if side > 0 else "maximum")
         if limit is not None and limit is not False and (value - limit) * side <= 0:
             return False
-    return "multipleOf" not in words or Decimal(value) % Decimal(words["multipleOf"]) == 0
+    return "multipleOf" not in words or Fraction(value) % Fraction(words["multipleOf"]) == 0
 
 
 def _size_holds(value: Any, words: Mapping[str, Any]) -> bool:

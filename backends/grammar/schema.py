@@ -9,6 +9,8 @@ whatever cannot be said exactly is refused (`SchemaError`). What a generated tex
   only required; then, unless they are forbidden, further ones, which never have the name of one of the others.
 - Strings without a pattern, a format or forbidden values may use every escape of JSON; other strings, and the names of
   further properties, escape what must be escaped, in the usual way, and nothing else. So their letters are known.
+- Every text is valid Unicode once it is decoded: a string holds no surrogate, neither encoded in UTF-8 as if it were a
+  character nor by an escape that is not one of a pair. Strict decoders take neither.
 - A string that may have more than 32 lengths ends when its *text* is as long as the longest: an escape counts as long
   as it is written. So a few strings with escapes are left out where they come near the limit; none is too long.
 - Numbers with a bound, and those of which some are forbidden, have no exponent; integers have neither exponent nor
@@ -26,12 +28,11 @@ from backends.grammar.arrays import ArrayRules
 from backends.grammar.automaton import TooLargeError
 from backends.grammar.cases import Case, Cases, Conjunction, Literal, Size
 from backends.grammar.document import Document, SchemaError, is_number
-from backends.grammar.ebnf import Part, Ref, Rules, Times, literal
+from backends.grammar.ebnf import UNESCAPED_IN_JSON, Part, Ref, Rules, Times, character_class, literal
 from backends.grammar.instance import equal, spellings, type_of, written
 from backends.grammar.languages import number_language, string_language
 from backends.grammar.objects import ObjectRules
 
-_MAX_RULES = 60_000
 _MAX_STRING_LEAST = 4096
 _MAX_EXACT_LENGTHS = 32
 """How many lengths a string may have for each to have a rule of its own."""
@@ -41,7 +42,7 @@ _BASE: dict[str, list[list[Part]]] = {
     "string": [['"\\""', Ref("characters")]],
     "characters": [['"\\""'], [Ref("character"), Ref("characters")]],
     "character": [
-        ["[^\\u0000-\\u001F\\u0022\\u005C]"],
+        [character_class(UNESCAPED_IN_JSON)],
         ['"\\\\"', "[\\u0022\\u005C/bfnrt]"],
         ['"\\\\u"', "[0-9a-cefA-CEF]", "[0-9a-fA-F]{3}"],
         ['"\\\\u"', "[dD]", "[0-7]", "[0-9a-fA-F]{2}"],
@@ -84,8 +85,6 @@ class _Translation:
                 self._rules.add(name, self._alternatives(self._cases.of(conjunction), where))
             except TooLargeError as error:
                 raise SchemaError(where, str(error)) from None
-            if self._rules.count > _MAX_RULES:
-                raise SchemaError(where, f"the schema needs more than {_MAX_RULES} rules")
         text = self._rules.text(root.name)
         if text is None:
             raise SchemaError("#", "nothing satisfies this schema")

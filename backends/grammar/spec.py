@@ -14,7 +14,10 @@ class SpecKind(StrEnum):
     """Any JSON object; `text` is empty."""
     REGEX = "regex"
     EBNF = "ebnf"
-    """A grammar in xgrammar's GBNF dialect, whose first rule is `root`."""
+    """A grammar in xgrammar's GBNF dialect, whose first rule is `root`. Its characters are code points without the
+    surrogates: `[^a]` is every other one, line breaks included. What xgrammar reads but does not enforce is refused:
+    look-ahead, `max_chars`, `Regex` and `Substring`.
+    """
     CHOICE = "choice"
     """A JSON array of strings, one of which is the text."""
     STRUCTURAL_TAG = "structural_tag"

@@ -5,7 +5,6 @@ time.
 """
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,16 +12,14 @@ import msgspec
 
 from backends.grammar.automaton import TooLargeError
 from backends.grammar.base import GrammarError
-from backends.grammar.document import read_json
-from backends.grammar.ebnf import Rules, literal
+from backends.grammar.document import is_number, read_json
+from backends.grammar.ebnf import MAX_TIMES, Rules, literal
+from backends.grammar.gbnf import enforced
 from backends.grammar.pattern import PatternError, matching
 from backends.grammar.schema import schema_grammar
 from backends.grammar.spec import SpecKind
 
 _MAX_CHOICES = 1000
-_TOKEN_MACRO = re.compile(r"\b(Token|ExcludeToken|TokenTagDispatch)\s*\(")
-_GBNF_QUIET = re.compile(r"\"(?:[^\"\\\n]|\\.)*\"|\[(?:[^\]\\\n]|\\.)*\]|#[^\n]*")
-"""What is no syntax of a GBNF grammar: literals, character classes, comments."""
 _WHOLE_JSON = {"style": "json", "any_order": False, "excludes": []}
 """Fields of a structural tag's schema that would change what we translate, and their harmless values."""
 _INNER = ("content", "format")
@@ -72,11 +69,12 @@ def _json_object(_text: str) -> Translated:
 
 def _regex(text: str) -> Translated:
     language = matching(text)
-    if language.empty:
-        raise GrammarError("no text matches this pattern")
     rules = Rules()
     start = rules.add_automaton("s", language, json_string=False)
-    return Translated(rules.text(start.name) or "")
+    found = rules.text(start.name)
+    if found is None:  # none at all, or none without half a surrogate pair
+        raise GrammarError("no text matches this pattern")
+    return Translated(found)
 
 
 def _choice(text: str) -> Translated:
@@ -93,10 +91,7 @@ def _choice(text: str) -> Translated:
 
 
 def _ebnf(text: str) -> Translated:
-    macro = _TOKEN_MACRO.search(_GBNF_QUIET.sub('""', text))
-    if macro is not None:
-        raise GrammarError(f"{macro[1]}: a grammar is of text, not of tokens")
-    return Translated(text)
+    return Translated(enforced(text))
 
 
 def _structural_tag(text: str) -> Translated:
@@ -158,6 +153,8 @@ def _enforced_field(name: str, value: Any, where: str) -> Any:
         if name == "rules":
             return [_enforced_rule(part, f"{where}/{index}") for index, part in enumerate(value)]
         return [_enforced_tag(part, f"{where}/{index}") for index, part in enumerate(value)]
+    if name in {"min", "max"} and is_number(value) and value > MAX_TIMES:
+        raise GrammarError(f"{where}: it is more than {MAX_TIMES}")
     return value
 
 

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any, Protocol, cast
@@ -79,11 +79,17 @@ class CoreCompiler:
 
     def grammar(self, text: str) -> CoreGrammar:
         """A grammar in xgrammar's GBNF dialect whose first rule is `root`. Raises RuntimeError."""
-        return CoreGrammar(self._compiler.compile_grammar_from_strings(text, "root"))
+        return self._compiled(lambda: self._compiler.compile_grammar_from_strings(text, "root"))
 
     def structural_tag(self, text: str) -> CoreGrammar:
         """An xgrammar structural tag, as JSON. Raises RuntimeError."""
-        return CoreGrammar(self._compiler.compile_structural_tag(text))
+        return self._compiled(lambda: self._compiler.compile_structural_tag(text))
+
+    def _compiled(self, compile_now: Callable[[], Any]) -> CoreGrammar:
+        try:
+            return CoreGrammar(compile_now())
+        except UnicodeDecodeError:  # its messages show the first byte of a character that is no syntax
+            raise RuntimeError("it holds a character that is no syntax") from None
 
 
 @cache

@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,8 +13,9 @@ import jsonschema
 import pytest
 
 from api.service import Service, Settings
+from backends.base import MaskWords
 from backends.fake import FakeBackend
-from backends.grammar.base import Grammar, GrammarError, Matcher
+from backends.grammar.base import Grammar, GrammarError, GrammarUnavailableError, Matcher
 from backends.grammar.cache import CacheStats
 from backends.grammar.compile import CompilerStats
 from backends.grammar.limits import Limits
@@ -192,13 +194,17 @@ class SlowCompiler:
 
     def __init__(self) -> None:
         self.began = threading.Semaphore(0)
+        self.kept: dict[str, Grammar] = {}
         self.may_end = threading.Event()
         self.compiled = 0
         self.failure: GrammarError | None = GrammarError("never mind")
         self.closed = False
         self.stats = CompilerStats(CacheStats(0, 0, 0, 0, 0), refused=0, killed=0)
 
-    def compile(self, _spec: ConstraintSpec) -> Grammar:
+    def cached(self, spec: ConstraintSpec) -> Grammar | None:
+        return self.kept.get(spec.text)
+
+    def compile(self, _spec: ConstraintSpec, _deadline: float) -> Grammar:
         self.began.release()
         assert self.may_end.wait(PATIENCE)
         self.compiled += 1
@@ -232,10 +238,13 @@ def waiting(server: RunningServer) -> int:
     return len(server.process._server.server_state.tasks)
 
 
+COMPILERS = Limits().processes
+
+
 def test_while_grammars_are_compiled_others_are_served_and_who_leaves_is_not_waited_for(slow: SlowCompiler) -> None:
     with running() as server, server.client() as client:
         peers = [send(server, ask("x", **json_schema(SCHEMA))) for _ in range(9)]
-        for _ in range(4):
+        for _ in range(COMPILERS):
             assert slow.began.acquire(timeout=PATIENCE)
         assert reply_to(client, ask("[[others]]"))["message"]["content"] == "others"
         eventually(lambda: waiting(server) == 9, "nine requests that wait for a grammar")
@@ -246,8 +255,84 @@ def test_while_grammars_are_compiled_others_are_served_and_who_leaves_is_not_wai
         slow.may_end.set()
         last = client.post(CHAT, json=ask("x", **json_schema(SCHEMA)))
         assert last.json()["error"]["message"] == "response_format: never mind"
-        assert slow.compiled == 5  # what had not begun when its client left never did
+        assert slow.compiled == COMPILERS + 1  # what had not begun when its client left never did
     assert slow.closed
+
+
+class Free:
+    """A grammar that allows everything, and ends with the model's text."""
+
+    summary = "free"
+
+    def matcher(self) -> Matcher:
+        return FreeMatcher()
+
+
+class FreeMatcher:
+    finished = False
+
+    def accept(self, _token: int) -> bool:
+        return True
+
+    def rollback(self, count: int) -> None:
+        pass
+
+    def fill(self, words: MaskWords) -> None:
+        words[:] = -1
+
+    def forced(self, _limit: int) -> tuple[int, ...]:
+        return ()
+
+
+def test_what_is_kept_waits_for_no_compiler(slow: SlowCompiler) -> None:
+    slow.kept["[0-9]"] = Free()
+    with running() as server, server.client() as client:
+        peers = [send(server, ask("x", **json_schema(SCHEMA))) for _ in range(9)]
+        for _ in range(COMPILERS):
+            assert slow.began.acquire(timeout=PATIENCE)
+        kept = reply_to(client, ask("say [[at once]]", structured_outputs={"regex": "[0-9]"}))
+        assert kept["message"]["content"] == "at once"
+        assert slow.compiled == 0
+        for peer in peers:
+            peer.close()
+
+
+def test_the_queue_has_an_end_and_places_for_those_who_come_after_others_left(slow: SlowCompiler) -> None:
+    wanted = ask("x", **json_schema(SCHEMA))
+    with running(settings=Settings(grammars=Limits(waiting=2))) as server, server.client() as client:
+        peers = [send(server, wanted) for _ in range(COMPILERS + 2)]
+        eventually(lambda: waiting(server) == COMPILERS + 2, "all of them wait")
+        for _ in range(COMPILERS):
+            assert slow.began.acquire(timeout=PATIENCE)
+        response = client.post(CHAT, json=wanted)
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (503, "grammar_busy", "response_format")
+        assert "wait to be compiled" in error["message"]
+        assert response.headers["retry-after"] == "1"
+        for peer in peers:
+            peer.close()
+        eventually(lambda: waiting(server) == 0, "all of them left")
+        answers: list[httpx2.Response] = []
+        asking = threading.Thread(target=lambda: answers.append(client.post(CHAT, json=wanted)))
+        asking.start()
+        eventually(lambda: waiting(server) == 1, "one has a place again")
+        slow.may_end.set()
+        asking.join(PATIENCE)
+        (answer,) = answers
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_grammar")
+
+
+def test_time_in_the_queue_is_bounded(slow: SlowCompiler) -> None:
+    wanted = ask("x", **json_schema(SCHEMA))
+    with running(settings=Settings(grammars=Limits(seconds=0.3))) as server, server.client() as client:
+        peers = [send(server, wanted) for _ in range(COMPILERS)]
+        for _ in range(COMPILERS):
+            assert slow.began.acquire(timeout=PATIENCE)
+        response = client.post(CHAT, json=wanted)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "grammar_busy")
+        assert slow.compiled == 0
+        for peer in peers:
+            peer.close()
 
 
 def test_a_drain_that_begins_while_a_grammar_is_compiled_refuses_its_request(slow: SlowCompiler) -> None:
@@ -279,13 +364,47 @@ def test_a_plain_request_never_meets_the_compiler(monkeypatch: pytest.MonkeyPatc
         assert client.post(CHAT, json=ask("x", max_tokens=2, ignore_eos=True)).status_code == 200
 
 
-def test_a_compiler_that_is_busy_asks_to_come_again(slow: SlowCompiler) -> None:
-    slow.failure = GrammarBusyError("too many")
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [
+        (GrammarBusyError("too many"), "grammar_busy"),
+        (GrammarUnavailableError("no process starts"), "grammar_unavailable"),
+    ],
+)
+def test_a_compiler_that_cannot_say_asks_to_come_again(slow: SlowCompiler, failure: GrammarError, code: str) -> None:
+    slow.failure = failure
     slow.may_end.set()
     with running() as server, server.client() as client:
         response = client.post(CHAT, json=ask("x", **json_schema(SCHEMA)))
-    assert (response.status_code, response.json()["error"]["code"]) == (503, "grammar_busy")
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (503, code, "response_format")
+    assert error["message"] == f"response_format: {failure}"
     assert response.headers["retry-after"] == "1"
+
+
+def test_a_server_that_cannot_start_a_process_does_not_blame_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with running() as server, server.client() as client:
+        response = client.post(CHAT, json=ask("x", **json_schema(SCHEMA)))
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "grammar_unavailable")
+        assert reply_to(client, ask("[[free]]"))["message"]["content"] == "free"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"json": r'{"enum": ["\ud83d"]}'}, "half a surrogate pair"),
+        ({"regex": r"\ud83d"}, "no text matches"),
+        ({"grammar": 'root ::= x "c"\nx ::= "a" (= "b")'}, "look-ahead"),
+        ({"json": '{"minLength": 1e999999}'}, "more than 400 digits"),
+        ({"structural_tag": {"type": "structural_tag", "format": {"type": "const_string"}}}, "must have a value field"),
+    ],
+)
+def test_the_client_is_told_why(client: httpx2.Client, fields: dict[str, Any], reason: str) -> None:
+    error = client.post(CHAT, json=ask("x", structured_outputs=fields)).json()["error"]
+    assert (error["param"], error["code"]) == ("structured_outputs", "invalid_grammar")
+    assert reason in error["message"]
+    assert "Check failed" not in error["message"]
 
 
 def test_limits_and_counters_are_the_servers() -> None:

@@ -144,7 +144,18 @@ def test_a_value_of_the_wrong_type_or_range_names_its_field(name: str, value: st
 )
 def test_a_bad_bias_names_its_field(name: str, value: str) -> None:
     error = refusal(with_field(name, value))
-    assert str(error.param).startswith(name)
+    assert error.param == name
+    assert error.message.startswith(f"{name}: expected")
+
+
+def test_the_field_of_a_value_that_json_cannot_carry_is_a_plain_path() -> None:
+    for key, path in (
+        ("a-b", "logit_bias.a-b"),
+        ("a b", "logit_bias"),
+        ("x" * 5000, "logit_bias"),
+        ("$[0]", "logit_bias"),
+    ):
+        assert refusal(with_field("logit_bias", f'{{"{key}": NaN}}')).param == path
 
 
 @pytest.mark.parametrize(

@@ -51,15 +51,16 @@ def accepts(grammar: CoreGrammar, text: str | bytes) -> bool:
     return all(matcher.accept(byte) for byte in data) and matcher.accept(EOS)
 
 
-def walk(matcher: XGrammarMatcher, choices: Sequence[int], closing: bytes = b'"}]') -> bytes | None:
-    """A text that follows masks: each choice picks a token; behind the last one, whatever closes is preferred. None if
-    the text does not come to its end.
+def walk(matcher: XGrammarMatcher, choices: Sequence[int], closing: bytes = b'"}]', liked: bytes = b"") -> bytes | None:
+    """A text that follows masks: each choice picks a token, one of the `liked` if there is any; behind the last choice,
+    whatever closes is preferred. None if the text does not come to its end.
     """
     text = bytearray()
     for step in range(len(choices) + 400):
         tokens = allowed(matcher)
         if step < len(choices):
-            token = tokens[choices[step] % len(tokens)]
+            candidates = [token for token in tokens if token in set(liked)] or tokens
+            token = candidates[choices[step] % len(candidates)]
         else:
             wanted = [EOS, *closing, *b'0el:,tfn"']
             token = next((token for token in wanted if token in tokens), tokens[0])

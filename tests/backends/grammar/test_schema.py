@@ -5,6 +5,7 @@ from itertools import permutations
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -200,6 +201,15 @@ REFUSED = [
     ({"minLength": -1}, "#/minLength"),
     ({"multipleOf": 0}, "#/multipleOf"),
     ({"enum": []}, "#/enum"),
+    ({"type": "array", "minItems": 10**9}, "items at least"),
+    ({"type": "object", "maxProperties": 10**9}, "rules"),
+    ({"type": "string", "minLength": 10**300}, "characters at least"),
+    ({"const": 10**300, "multipleOf": 7}, "nothing satisfies"),
+    ({"enum": ["\ud83d"]}, "half a surrogate pair"),
+    ({"const": {"a": ["\udc00"]}}, "half a surrogate pair"),
+    ({"properties": {"\ud800": {}}}, "half a surrogate pair"),
+    ({"not": {"const": "a\ude00\ud83d"}}, "half a surrogate pair"),
+    ({"type": "string", "pattern": "^\\ud800$"}, "nothing satisfies"),
     ({"oneOf": []}, "#/oneOf"),
     ([], "a schema is an object"),
 ]
@@ -215,6 +225,74 @@ def test_what_is_refused(schema: Any, reason: str) -> None:
 def test_what_is_not_json(text: str) -> None:
     with pytest.raises(GrammarError):
         grammar_of(SpecKind.JSON_SCHEMA, text)
+
+
+ABSURD = ["1e999999", "1e-999999", "0e401", "-1.5E+99999999999999999999", "9" * 5000, "0." + "1" * 500]
+
+
+@pytest.mark.parametrize("number", ABSURD, ids=[number[:20] for number in ABSURD])
+@pytest.mark.parametrize(
+    "text", ['{"minLength": %s}', '{"maxItems": %s}', '{"enum": [1, {"a": %s}]}', '{"maximum": %s}']
+)
+def test_absurd_numbers_are_refused_for_their_length(text: str, number: str) -> None:
+    with pytest.raises(GrammarError, match="more than 400 digits"):
+        grammar_of(SpecKind.JSON_SCHEMA, text % number)
+
+
+@pytest.mark.parametrize(
+    ("schema", "right"),
+    [
+        ('{"type": "string", "maxLength": 1e308}', '"' + "x" * 50 + '"'),
+        ('{"type": "array", "maxItems": 1e308}', "[1, 2, 3]"),
+        ('{"maximum": 1.7976931348623157e40, "type": "integer"}', "17976931348623157" + "0" * 24),
+        ('{"const": 4.9406564584124654e-324}', "4.9406564584124654E-324"),
+    ],
+)
+def test_large_numbers_have_their_meaning(schema: str, right: str) -> None:
+    assert accepts(grammar_of(SpecKind.JSON_SCHEMA, schema), right)
+
+
+# ---- surrogates
+
+SURROGATE_SIGNS = b"\xed\xa0\xbf\xf0\xf4\x8f\\udD8cC"
+"""Bytes of surrogates and of their neighbours in UTF-8, and what their escapes are made of."""
+STRINGS = [
+    {"type": "string"},
+    {"type": "string", "maxLength": 3},
+    {"type": "string", "minLength": 2, "maxLength": 60},
+    {"type": "string", "pattern": "^[^a]{1,3}$"},
+    {"type": "string", "not": {"const": "x"}},
+    {"type": "object", "minProperties": 1},
+    {"type": "object", "minProperties": 1, "propertyNames": {"maxLength": 4}, "properties": {"a": {"type": "null"}}},
+    {"type": "object", "patternProperties": {"^[\\ud7ff-\\ue000]": {"type": "string"}}, "minProperties": 1},
+]
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(STRINGS), st.lists(st.integers(0, 255), max_size=40))
+def test_every_text_that_ends_is_unicode_and_of_its_length(schema: Any, choices: list[int]) -> None:
+    text = walk(matcher_of(grammar_of(SpecKind.JSON_SCHEMA, json.dumps(schema))), choices, liked=SURROGATE_SIGNS)
+    if text is not None:
+        value = msgspec.json.decode(text)  # a strict decoder: takes surrogates in no form
+        assert value == json.loads(text.decode())
+        assert validator(schema).is_valid(value)
+
+
+@pytest.mark.parametrize("schema", STRINGS[:2])
+@pytest.mark.parametrize("code", [0xD800, 0xDBFF, 0xDC00, 0xDFFF])
+def test_a_string_holds_no_surrogate(schema: Any, code: int) -> None:
+    grammar = grammar_of(SpecKind.JSON_SCHEMA, json.dumps(schema))
+    assert not accepts(grammar, b'"' + chr(code).encode("utf-8", "surrogatepass") + b'"')
+    assert not accepts(grammar, f'"\\u{code:04x}"')
+    for code in (0xD7FF, 0xE000):
+        assert accepts(grammar, f'"{chr(code)}\\u{code:04x}"')
+
+
+@pytest.mark.parametrize("pattern", [r"[^]", r"[\s\S]", ".", "[^a]", r"[\0-\uffff]"])
+def test_a_pattern_matches_no_surrogate(pattern: str) -> None:
+    grammar = grammar_of(SpecKind.REGEX, pattern)
+    assert not accepts(grammar, chr(0xD800).encode("utf-8", "surrogatepass"))
+    assert accepts(grammar, chr(0xD7FF))
 
 
 EXAMPLES = [
