@@ -86,6 +86,14 @@ class Request(msgspec.Struct, frozen=True):
     """What the generated text must be."""
     siblings: str = ""
     """Requests with the same name here have the same prompt, and share one prefill; empty for one without siblings."""
+    owner: str = ""
+    """Whose request it is; what it says is drafted for no other owner."""
+    expected: tuple[int, ...] = ()
+    """A text that the client expects the answer to be like; drafted from, never shown to the model."""
+    draft_tokens: int | None = None
+    """The most tokens to draft for it in a round; None for as many as the server allows, 0 for none."""
+    draft_sources: frozenset[str] | None = None
+    """Names of the sources to draft from; None for all."""
 
 
 class DraftCount(msgspec.Struct, frozen=True):

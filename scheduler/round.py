@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from scheduler.cost import RoundShape
 from scheduler.events import TokenLogprob
 from scheduler.request import Constraint, FinishReason, Sampling
 
@@ -80,6 +81,12 @@ class Round(msgspec.Struct, frozen=True):
         if sampling == 0:
             return "prefill"
         return "decode" if sampling == len(self.windows) else "mixed"
+
+
+def shape_of(windows: Sequence[Window]) -> RoundShape:
+    """What windows cost."""
+    attention = sum(window.rows * window.end for window in windows)
+    return RoundShape(sum(window.rows for window in windows), any(window.rows > 1 for window in windows), attention)
 
 
 class Drawn(msgspec.Struct, frozen=True):

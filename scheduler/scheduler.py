@@ -1,19 +1,21 @@
-"""Decides: who is served, what each round feeds, what its draws mean, who leaves.
+"""Decides: who is served, what each round feeds and drafts, what its draws mean, who leaves.
 
 Owns the queue and every `Lane`. Knows no tensors, threads, clocks (`now` comes in, in seconds) or I/O. The cycle is
-`plan -> accept (per window) -> commit`; `submit`, `cancel` and `finish` may come between any two of them.
+`plan -> draft -> accept (per window) -> commit`; `submit`, `cancel` and `finish` may come between any two of them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from scheduler.accept import accept
+from scheduler.draft import DraftAsk
 from scheduler.events import Event, Finished, Tokens
 from scheduler.lane import Feed, Lane
+from scheduler.pace import Choice, LaneOffers, Offer, Planner
 from scheduler.request import FinishReason, Request, Timing, Usage
-from scheduler.round import Acceptance, Drawn, LaneResult, Round, Window
-from scheduler.stats import LANE_BUCKETS, ROW_BUCKETS, DraftCounter, DraftStats, Histogram, Stats
+from scheduler.round import Acceptance, Drawn, LaneResult, Round, Window, shape_of
+from scheduler.stats import DRAFT_BUCKETS, LANE_BUCKETS, ROW_BUCKETS, DraftCounter, DraftStats, Histogram, Stats
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -24,9 +26,13 @@ class Limits(msgspec.Struct, frozen=True):
     round_rows: int
     """Rows of one forward; more than lanes."""
     draft_tokens: int
-    """Drafted tokens a lane."""
-    forced_tokens: int = 0
-    """Drafted tokens of a constrained lane, where that is more: its grammar may know how it goes on."""
+    """Drafted tokens a lane, at most; 0 turns drafting off."""
+    inter_token_seconds: float = 0.0
+    """Prefill takes no more of a round than leaves it this short, while others decode; 0 for no such limit."""
+
+
+_LEAST_CHUNK = 16
+"""Rows that a prefill gets in any case: it must come to an end."""
 
 
 class Departure(msgspec.Struct, frozen=True):
@@ -44,8 +50,12 @@ class _Waiting(msgspec.Struct, frozen=True):
 class Scheduler:
     """First come, first served, `max_lanes` at once; all decoding lanes in each round, prefill in what is left."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, pace: Planner) -> None:
+        """`pace` decides how much of what could be drafted is."""
         self._limits = limits
+        self._pace = pace
+        self._offered: list[LaneOffers] = []
+        """What the lanes could draft whose draws come next."""
         self._waiting: dict[str, _Waiting] = {}
         self._lanes: dict[str, Lane] = {}
         """In order of admission."""
@@ -54,6 +64,7 @@ class Scheduler:
         self._rounds = {"prefill": 0, "decode": 0, "mixed": 0}
         self._lane_counts = Histogram(LANE_BUCKETS)
         self._row_counts = Histogram(ROW_BUCKETS)
+        self._draft_counts = Histogram(DRAFT_BUCKETS)
         self._drafts: dict[str, DraftCounter] = {}
 
     # ---- requests come and go -------------------------------------------------------------------------------------
@@ -103,6 +114,7 @@ class Scheduler:
             return [Finished(request_id, reason, usage, Timing(waiting.submitted, None, None, now), error)]
         if (lane := self._lanes.pop(request_id, None)) is None:
             return []
+        self._pace.forget(request_id)
         self._free_slots.append(lane.slot)
         self._departures.append(Departure(lane.slot, request_id))
         return [Finished(request_id, reason, lane.usage(completed), lane.timing(now), error)]
@@ -115,16 +127,22 @@ class Scheduler:
         feeds = [feed for lane in self._lanes.values() if (feed := self._feed(lane)) is not None]
         decoding = [feed for feed in feeds if feed.decoding]
         prefilling = [feed for feed in feeds if not feed.decoding]
-        spare = self._limits.round_rows - len(decoding)
-        share = (spare // 2 if prefilling else spare) // max(len(decoding), 1)
-        windows = [feed.window(min(self._draft_limit(feed.lane), share)) for feed in decoding]
-        left = spare - sum(window.budget for window in windows)
+        windows = [feed.window(self._draft_limit(feed.lane)) for feed in decoding]
+        left = self._prefill_rows(windows) if prefilling else 0
         for feed in prefilling:
             if left <= 0:
                 break
             windows.append(chunk := feed.chunk(left))
             left -= chunk.rows
         return Round(tuple(windows)) if windows else None
+
+    def _prefill_rows(self, decoding: Sequence[Window]) -> int:
+        """How many rows prefill may have beside these windows: what drafts could use is shared with them by halves."""
+        left = self._limits.round_rows - len(decoding)
+        left -= min(sum(window.budget for window in decoding), left // 2)
+        if not decoding or not self._limits.inter_token_seconds:
+            return left
+        return min(left, max(_LEAST_CHUNK, self._pace.rows_within(self._limits.inter_token_seconds) - len(decoding)))
 
     def _feed(self, lane: Lane) -> Feed | None:
         """What a lane is fed next; None while an older sibling prefills the prompt of both."""
@@ -138,24 +156,76 @@ class Scheduler:
         return Feed(lane, lane.cached)
 
     def _draft_limit(self, lane: Lane) -> int:
-        limits = self._limits
-        return (
-            limits.draft_tokens if lane.request.constraint is None else max(limits.draft_tokens, limits.forced_tokens)
+        own = lane.request.draft_tokens
+        return self._limits.draft_tokens if own is None else min(own, self._limits.draft_tokens)
+
+    # ---- what it drafts -------------------------------------------------------------------------------------------
+
+    def asks(self, planned: Round) -> list[DraftAsk]:
+        """Of the lanes that draw in a round, those that may be drafted for."""
+        return [
+            self._ask(window, budget)
+            for window in planned.windows
+            if window.samples and self.serves(window) and (budget := self._budget(window)) > 0
+        ]
+
+    def _ask(self, window: Window, budget: int) -> DraftAsk:
+        lane = self._lanes[window.request_id]
+        request = lane.request
+        return DraftAsk(
+            request_id=request.request_id,
+            tokens=lane.tokens,
+            prompt=len(request.prompt),
+            budget=budget,
+            owner=request.owner,
+            expected=request.expected,
+            sources=request.draft_sources,
+            sampling=request.sampling,
         )
+
+    def _budget(self, window: Window) -> int:
+        """How many tokens may be drafted for a lane that draws, also where its window was planned ahead without any."""
+        lane = self._lanes[window.request_id]
+        return min(self._draft_limit(lane), lane.remaining - 1)
+
+    def offer(self, coming: Round, offers: Mapping[str, tuple[Offer, ...]]) -> None:
+        """Note what could be drafted in a round: `draft` chooses from it, and what comes is held against all of it."""
+        self._offered = [
+            LaneOffers(window.request_id, window.start, offers.get(window.request_id, ()), self._budget(window))
+            for window in coming.windows
+            if window.samples and self.serves(window)
+        ]
+
+    def depth(self, source: str, request_ids: Sequence[str]) -> int:
+        """How deep to ask a source whose asking costs time, for these lanes among those that were offered something."""
+        return self._pace.depth(source, self._offered, frozenset(request_ids))
+
+    def asked(self, source: str, lanes: int, depth: int, seconds: float) -> None:
+        """Asking it took so long."""
+        self._pace.asked(source, lanes, depth, seconds)
+
+    def draft(self, planned: Round) -> Round:
+        """Give each window the draft that pays, of those that its lane was offered."""
+        chunks = [window for window in planned.windows if not window.samples]
+        room = self._limits.round_rows - sum(window.rows for window in planned.windows)
+        chosen = self._pace.choose(self._offered, shape_of(chunks), room)
+        if not chosen:
+            return planned
+        return Round(tuple(_drafting(window, chosen.get(window.request_id)) for window in planned.windows))
 
     def plan_ahead(self, flying: Round) -> Round | None:
         """The round after `flying`, on draws that have not been read; None unless it can all be plain decode windows.
 
-        Every lane must be in `flying` and decode there, none may draft or need the host, and nobody may wait for a free
-        slot. Lanes that will have used up their `max_tokens` are left out; one that ends otherwise is discarded a round
-        late.
+        Every lane must be in `flying` and decode there without a draft, and none look as if a draft would pay after it;
+        none may need the host, and nobody may wait for a free slot. Lanes that will have used up their `max_tokens` are
+        left out; one that ends otherwise is discarded a round late.
         """
-        if self._limits.draft_tokens or (self._waiting and self._free_slots):
+        if self._waiting and self._free_slots:
             return None
-        aboard = {window.request_id: window.end for window in flying.windows if window.samples}
+        aboard = {window.request_id: window.end for window in flying.windows if window.samples and not window.draft}
         if len(aboard) != len(flying.windows) or any(request_id not in aboard for request_id in self._lanes):
             return None
-        if any(lane.needs_host for lane in self._lanes.values()):
+        if any(lane.needs_host for lane in self._lanes.values()) or self._pace.would_draft(self._offered):
             return None
         going_on = [lane for lane in self._lanes.values() if lane.remaining > 1]
         windows = tuple(lane.window_ahead(aboard[lane.request.request_id]) for lane in going_on)
@@ -193,9 +263,15 @@ class Scheduler:
             return walk
         return msgspec.structs.replace(walk, logprobs=drawn.logprobs[: len(walk.emitted)])
 
+    def timed(self, done: Round, seconds: float) -> None:
+        """A round took so long."""
+        self._pace.timed(shape_of(done.windows), seconds)
+
     def commit(self, results: Sequence[LaneResult], now: float) -> list[Event]:
         """Take over what a round did, for the lanes that are still there, and tell what to deliver."""
         self._observe_round(results)
+        offered = {lane.request_id: lane for lane in self._offered}
+        self._offered = []
         events: list[Event] = []
         for result in results:
             lane = self._lanes.get(result.window.request_id)
@@ -205,6 +281,8 @@ class Scheduler:
             if result.error is not None:
                 events += self._end(lane.request.request_id, FinishReason.ERROR, now, error=result.error)
             elif result.acceptance is not None:
+                if (offers := offered.get(lane.request.request_id)) is not None:
+                    self._pace.observe(offers, result.acceptance.emitted)
                 events += self._commit_walk(lane, result.window, result.acceptance, now)
         return events
 
@@ -226,6 +304,7 @@ class Scheduler:
             self._rounds[Round(windows).kind] += 1
             self._lane_counts.observe(len(windows))
             self._row_counts.observe(sum(window.rows for window in windows))
+            self._draft_counts.observe(sum(len(window.draft) for window in windows))
 
     def stats(self) -> Stats:
         """A snapshot of all counters."""
@@ -239,5 +318,12 @@ class Scheduler:
             dict(self._rounds),
             self._lane_counts.snapshot(),
             self._row_counts.snapshot(),
+            self._draft_counts.snapshot(),
             drafts,
         )
+
+
+def _drafting(window: Window, choice: Choice | None) -> Window:
+    if choice is None:
+        return window
+    return msgspec.structs.replace(window, draft=choice.draft.tokens, source=choice.source)

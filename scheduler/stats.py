@@ -13,6 +13,10 @@ ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 """Upper bounds of the rows-per-round histogram."""
 
 
+DRAFT_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Upper bounds of the drafted-rows-per-round histogram."""
+
+
 class HistogramCount(msgspec.Struct, frozen=True):
     """A histogram: `counts[i]` observations fell into bucket i (not cumulated; the last one is above all bounds)."""
 
@@ -41,6 +45,7 @@ class Stats(msgspec.Struct, frozen=True):
     """Rounds by kind: `prefill`, `decode`, `mixed`."""
     lanes_per_round: HistogramCount
     rows_per_round: HistogramCount
+    draft_rows_per_round: HistogramCount
     drafts: tuple[DraftStats, ...]
 
 

@@ -6,6 +6,7 @@ from itertools import combinations
 import pytest
 
 from scheduler.events import Event, Finished, Tokens
+from scheduler.pace import Pace
 from scheduler.request import FinishReason, Request
 from scheduler.round import Drawn, LaneResult, Round
 from scheduler.scheduler import Limits, Scheduler
@@ -18,7 +19,7 @@ class Served:
     """A request whose first window is in flight, two tokens drafted, beside another one."""
 
     def __init__(self, max_tokens: int) -> None:
-        self.scheduler = Scheduler(Limits(2, 16, 2))
+        self.scheduler = Scheduler(Limits(2, 16, 2), Pace())
         self.scheduler.submit(Request("a", (1,), max_tokens, stop_tokens=frozenset({EOS})), 0.0)
         self.scheduler.submit(Request("other", (1,), 50, stop_tokens=frozenset({EOS})), 0.0)
         planned = self.scheduler.plan(1.0)

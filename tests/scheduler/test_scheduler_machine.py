@@ -8,11 +8,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from scheduler.draft import Draft
 from scheduler.events import Event, Finished, Tokens
+from scheduler.pace import Offer
 from scheduler.request import DraftCount, FinishReason, Request, Sampling
 from scheduler.round import Drawn, LaneResult, Round, Window
 from scheduler.scheduler import Limits, Scheduler
-from tests.scheduler.plain import replay
+from tests.scheduler.plain import Eager, replay
 
 EOS = 5
 TOKENS = st.integers(0, EOS)
@@ -84,6 +86,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.waiting: list[Tale] = []
         self.lanes: list[Tale] = []
         """In order of admission."""
+        self.offers: dict[str, tuple[Offer, ...]] = {}
+        """What could be drafted in the round in flight."""
         self.flying: tuple[Window, ...] | None = None
         self.ahead: tuple[Window, ...] | None = None
         self.left: list[Tale] = []
@@ -95,11 +99,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         lanes=st.integers(1, 4),
         more_rows=st.integers(1, 12),
         draft_tokens=st.integers(0, 4),
-        forced_tokens=st.integers(0, 6),
     )
-    def begin(self, lanes: int, more_rows: int, draft_tokens: int, forced_tokens: int) -> None:
-        self.limits = Limits(lanes, lanes + more_rows, draft_tokens, forced_tokens)
-        self.scheduler = Scheduler(self.limits)
+    def begin(self, lanes: int, more_rows: int, draft_tokens: int) -> None:
+        self.limits = Limits(lanes, lanes + more_rows, draft_tokens)
+        self.scheduler = Scheduler(self.limits, Eager())
 
     def tick(self) -> float:
         self.now += 1.0
@@ -115,6 +118,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         sampling=st.sampled_from([Sampling(1.0, 0), Sampling(1.0, 1), Sampling(1.0, top_p=0.5), Sampling(logprobs=0)]),
         constraint=st.sampled_from([None, None, None, Anything()]),
         family=st.sampled_from(["", "", "a", "b"]),
+        draft_tokens=st.none() | st.integers(0, 3),
     )
     def submit(
         self,
@@ -125,12 +129,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         sampling: Sampling,
         constraint: Anything | None,
         family: str,
+        draft_tokens: int | None,
     ) -> None:
         for tale in self.tales.values():
             if family and tale.request.siblings == family:
                 prompt = tale.request.prompt
         name = f"r{len(self.tales)}"
-        request = Request(name, prompt, max_tokens, sampling, stop_tokens, ignore_eos, constraint, family)
+        request = Request(
+            name, prompt, max_tokens, sampling, stop_tokens, ignore_eos, constraint, family, draft_tokens=draft_tokens
+        )
         self.scheduler.submit(request, self.tick())
         tale = self.tales[request.request_id] = Tale(request, self.now)
         self.waiting.append(tale)
@@ -212,15 +219,50 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         assert not planned.ahead
         self.check_round(planned)
-        self.flying = tuple(self.drafted(window, data) for window in planned.windows)
-        assert sum(window.rows for window in self.flying) <= self.limits.round_rows
+        self.offer(planned, data)
+        self.flying = self.scheduler.draft(planned).windows
+        self.check_drafts(planned.windows, self.flying)
         self.check_kind(self.flying)
+
+    def budget(self, tale: Tale) -> int:
+        own = tale.request.draft_tokens
+        limit = self.limits.draft_tokens if own is None else min(own, self.limits.draft_tokens)
+        return min(limit, tale.remaining - 1)
+
+    def offer(self, coming: Round, data: st.DataObject) -> None:
+        """The sources say something for some of the lanes that may be drafted for."""
+        asks = self.scheduler.asks(coming)
+        drawing = [self.tales[window.request_id] for window in coming.windows if window.samples]
+        wanted = [tale for tale in drawing if tale in self.lanes and self.budget(tale) > 0]
+        assert [ask.request_id for ask in asks] == [tale.request.request_id for tale in wanted]
+        for ask, tale in zip(asks, wanted, strict=True):
+            assert (list(ask.tokens), ask.prompt) == (tale.text, len(tale.request.prompt))
+            assert ask.budget == self.budget(tale)
+        self.offers = {}
+        for ask in asks:
+            tokens = tuple(data.draw(st.lists(TOKENS, max_size=ask.budget)))
+            if tokens:
+                source = data.draw(st.sampled_from(SOURCES))
+                self.offers[ask.request_id] = (Offer(source, Draft(tokens, (0,) * len(tokens))),)
+        self.scheduler.offer(coming, self.offers)
+
+    def check_drafts(self, planned: Sequence[Window], drafted: Sequence[Window]) -> None:
+        assert sum(window.rows for window in drafted) <= self.limits.round_rows
+        for bare, window in zip(planned, drafted, strict=True):
+            assert msgspec.structs.replace(window, draft=(), source="") == bare
+            if window.draft:
+                (offer,) = self.offers[window.request_id]
+                assert window.source == offer.source
+                assert window.draft == offer.draft.tokens[: len(window.draft)]
+                assert len(window.draft) <= bare.budget
 
     def check_round(self, planned: Round) -> None:
         ids = [window.request_id for window in planned.windows]
         assert len(set(ids)) == len(ids), "one window per lane"
-        rows = sum(window.rows + window.budget for window in planned.windows)
+        rows = sum(window.rows for window in planned.windows)
         assert 0 < rows <= self.limits.round_rows
+        spare = self.limits.round_rows - sum(window.samples for window in planned.windows)
+        kept_for_drafts = min(sum(window.budget for window in planned.windows), spare // 2)
         for window in planned.windows:
             self.check_window(window, self.tales[window.request_id])
         by_id = {window.request_id: window for window in planned.windows}
@@ -231,7 +273,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         fed = [by_id[tale.request.request_id].rows if tale.request.request_id in by_id else 0 for tale, _ in prefilling]
         wanted = [len(tale.text) - 1 - start for tale, start in prefilling]
         if fed != wanted:
-            assert rows == self.limits.round_rows, "prefill takes all that is left"
+            assert rows == self.limits.round_rows - kept_for_drafts, "prefill takes all that is left"
             whole = [have == want for have, want in zip(fed, wanted, strict=True)]
             first_short = whole.index(False)
             assert not any(fed[first_short + 1 :]), "first come, first served"
@@ -259,17 +301,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         if window.samples:
             assert window.start == len(tale.text) - 1
             assert window.tokens == (tale.text[-1],)
-            forced = self.limits.forced_tokens if window.constraint else 0
-            assert 0 <= window.budget <= min(max(self.limits.draft_tokens, forced), tale.remaining - 1)
+            assert window.budget == self.budget(tale)
         else:
             assert window.tokens
             assert window.budget == 0
             assert window.end <= len(tale.text) - 1, "the last token heads a decode window"
-
-    def drafted(self, window: Window, data: st.DataObject) -> Window:
-        draft = tuple(data.draw(st.lists(TOKENS, max_size=window.budget))) if window.budget else ()
-        source = data.draw(st.sampled_from(SOURCES)) if draft else ""
-        return msgspec.structs.replace(window, draft=draft, source=source)
 
     def check_kind(self, windows: tuple[Window, ...]) -> None:
         samples = {window.samples for window in windows}
@@ -277,15 +313,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert Round(windows).kind == kind
 
     @precondition(lambda self: self.flying is not None and self.ahead is None)
-    @rule()
-    def plan_ahead(self) -> None:
+    @rule(data=st.data())
+    def plan_ahead(self, data: st.DataObject) -> None:
         assert self.flying is not None
+        if self.flying[0].carried:
+            self.offer(Round(self.flying), data)
         planned = self.scheduler.plan_ahead(Round(self.flying))
         aboard = {window.request_id for window in self.flying if window.samples}
         going_on = [tale for tale in self.lanes if tale.remaining > 1]
         allowed = (
-            self.limits.draft_tokens == 0
-            and all(window.samples for window in self.flying)
+            not self.offers
+            and all(window.samples and not window.draft for window in self.flying)
             and all(tale.request.request_id in aboard for tale in self.lanes)
             and not (self.waiting and len(self.lanes) < self.limits.max_lanes)
             and bool(going_on)
@@ -313,6 +351,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def land(self, data: st.DataObject) -> None:
         assert self.flying is not None
         windows, self.flying, self.ahead = self.flying, self.ahead, None
+        self.offers = {}
         self.tick()
         results = []
         expected: list[tuple[str, tuple[int, ...], FinishReason | None]] = []
@@ -374,7 +413,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.plan(data)
             if self.flying is not None:
                 if piped and self.ahead is None:
-                    self.plan_ahead()
+                    self.plan_ahead(data)
                 self.land(data)
 
     @rule(data=st.data())

@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scheduler.pace import Pace
 from scheduler.request import Request
 from scheduler.round import Drawn, LaneResult
 from scheduler.scheduler import Limits, Scheduler
@@ -41,7 +42,7 @@ def test_the_buckets_rise() -> None:
 
 
 def test_a_snapshot_does_not_change_behind_its_readers_back() -> None:
-    scheduler = Scheduler(Limits(2, 8, 2))
+    scheduler = Scheduler(Limits(2, 8, 2), Pace())
     scheduler.submit(Request("a", (1,), 5), 0.0)
     empty = scheduler.stats()
     for now in (1.0, 2.0):

@@ -1,0 +1,153 @@
+"""What a round costs: its time over its rows and its attention work, learned from the rounds that were run.
+
+Pure: times come in as arguments, in seconds. Rounds in which every lane has one row (plain) and rounds with wider
+windows are kept apart, as backends may take another way for them. Nothing is interpolated: of a cell that was never
+seen the best is thought, it is tried if that would pay, and then known.
+"""
+
+from bisect import bisect_left
+
+import msgspec
+
+ROWS: tuple[int, ...] = (
+    *range(1, 9),
+    *range(10, 34, 2),
+    *(36, 40, 44, 48, 52, 56, 60, 64, 72, 80, 88, 96, 112, 128, 160, 192, 224, 256, 384, 512, 1024),
+)
+"""Upper bounds of the cells, in rows of a round; what is larger belongs to the last one."""
+_NEWEST = 0.05
+"""The least weight of a new observation in its cell."""
+_OUTLIER = 3.0
+"""An observation so many times what was expected, or less than one so many-th of it, is a hiccup and counts as that."""
+_TRUSTED = 3
+"""So many observations make a cell's mean believable against its neighbours."""
+_FORGET = 0.99
+"""How much an older round tells of attention's price beside the next newer one."""
+_DRIFT_STEP = 0.1
+"""How fast all prices follow a machine that has become slower or faster as a whole."""
+_LEAST = 1e-6
+"""No round is free, whatever is thought of its attention; in seconds."""
+
+
+class RoundShape(msgspec.Struct, frozen=True):
+    """What a round computes."""
+
+    rows: int
+    wide: bool
+    """Whether some window has more than one row."""
+    attention: int
+    """Keys that are attended: for each row, its position."""
+
+
+class _Cell:
+    """Rounds of like rows: their mean time and attention, and how many were seen."""
+
+    __slots__ = ("attention", "seconds", "seen")
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.attention = 0.0
+        self.seen = 0
+
+    def observe(self, seconds: float, attention: float) -> None:
+        self.seen += 1
+        if 1 < self.seen <= _TRUSTED:
+            seconds = min(seconds, self.seconds)  # of the first few the shortest is believed: a hiccup only adds
+        weight = 1.0 if self.seen <= _TRUSTED else _NEWEST
+        self.seconds += (seconds - self.seconds) * weight
+        self.attention += (attention - self.attention) * weight
+
+
+class CostTable:
+    """Predicts a round's time. Written by `Pace` alone, with the rounds that were run."""
+
+    def __init__(self) -> None:
+        self._cells: dict[bool, dict[int, _Cell]] = {False: {}, True: {}}
+        self._together = 0.0
+        self._spread = 0.0
+        """How time and attention vary together within cells, and attention by itself: their ratio is its price."""
+        self._drift = 1.0
+        """How much slower the machine is now than when the cells were filled."""
+        self._prices: dict[bool, list[float]] = {}
+        """By kind, per cell, without drift; made when asked for, and no longer true after an observation."""
+
+    @property
+    def _attention(self) -> float:
+        """Seconds per attended key, without drift."""
+        return max(0.0, self._together / self._spread) if self._spread else 0.0
+
+    def observe(self, shape: RoundShape, seconds: float) -> None:
+        """A round of this shape took so long."""
+        expected = self.seconds(shape)
+        cell = self._cells[shape.wide].setdefault(_index(shape.rows), _Cell())
+        if cell.seen >= _TRUSTED:
+            seconds = min(max(seconds, expected / _OUTLIER), expected * _OUTLIER)
+            self._drift *= (seconds / expected) ** _DRIFT_STEP
+            more = shape.attention - cell.attention
+            self._together = self._together * _FORGET + more * (seconds / self._drift - cell.seconds)
+            self._spread = self._spread * _FORGET + more * more
+        cell.observe(seconds / self._drift, shape.attention)
+        self._prices.clear()
+
+    def seconds(self, shape: RoundShape) -> float:
+        """The time that a round of this shape would take; 0 if nothing was ever observed."""
+        price = self.prices(wide=shape.wide)[_index(shape.rows)]
+        return (price + self._attention * shape.attention) * self._drift if price else 0.0
+
+    def rows_within(self, seconds: float) -> int:
+        """The most rows of a wide round that takes no longer, attention apart; the largest cell's if none was seen."""
+        prices = self.prices(wide=True)
+        return max(
+            (rows for rows, price in zip(ROWS, prices, strict=True) if price * self._drift <= seconds), default=1
+        )
+
+    def prices(self, *, wide: bool) -> list[float]:
+        """Per cell of `ROWS`, seconds without attention; more rows never cost less. Where no wide round was ever seen,
+        plain ones stand for them.
+        """
+        if wide not in self._prices:
+            cells = self._cells[wide] or self._cells[not wide]
+            attention = self._attention
+            means = {index: max(_LEAST, cell.seconds - attention * cell.attention) for index, cell in cells.items()}
+            trusted = {index for index, cell in cells.items() if cell.seen >= _TRUSTED}
+            self._prices[wide] = _prices(means, trusted)
+        return self._prices[wide]
+
+
+def _index(rows: int) -> int:
+    return min(bisect_left(ROWS, rows), len(ROWS) - 1)
+
+
+def _prices(means: dict[int, float], trusted: set[int]) -> list[float]:
+    """Seen cells have their mean. Of unseen ones the best is thought that may be true, so that they are tried if it
+    pays: that of the next smaller cell, or, before the first one, its share by rows. Further behind the last one than
+    its neighbour, rows go on to cost what they did.
+    """
+    if not means:
+        return [0.0] * len(ROWS)
+    seen = sorted(means)
+    for left, index, right in zip(seen, seen[1:], seen[2:], strict=False):
+        if index not in trusted:
+            share = (ROWS[index] - ROWS[left]) / (ROWS[right] - ROWS[left])
+            means[index] = min(means[index], means[left] + (means[right] - means[left]) * share)
+    first, last = seen[0], seen[-1]
+    prices: list[float] = []
+    for index, rows in enumerate(ROWS):
+        if index in means:
+            price = means[index]
+        elif index < first:
+            price = means[first] * rows / ROWS[first]
+        elif index <= last + 1:
+            price = prices[-1]
+        else:
+            price = means[last] + _slope(means, seen) * (rows - ROWS[last])
+        prices.append(max(price, prices[-1] if prices else 0.0))
+    return prices
+
+
+def _slope(means: dict[int, float], seen: list[int]) -> float:
+    """Seconds per further row, from the smallest cell to the largest; of a single one, its time shared by its rows."""
+    first, last = seen[0], seen[-1]
+    if first == last:
+        return means[last] / ROWS[last]
+    return max(0.0, (means[last] - means[first]) / (ROWS[last] - ROWS[first]))

@@ -1,0 +1,94 @@
+"""The cost table learns any machine, guesses low where it has seen nothing, and follows a machine that slows down."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.cost import ROWS, CostTable, RoundShape
+
+SHAPES = st.builds(RoundShape, st.integers(1, 3000), st.booleans(), st.integers(0, 10**6))
+
+
+def taught(*rounds: tuple[int, bool, float], times: int = 5) -> CostTable:
+    """A table that has seen rounds of so many rows, wide or not, that took so long."""
+    table = CostTable()
+    for _ in range(times):
+        for rows, wide, seconds in rounds:
+            table.observe(RoundShape(rows, wide, 0), seconds)
+    return table
+
+
+@given(rounds=st.lists(st.tuples(SHAPES, st.floats(0, 100)), max_size=60), asked=SHAPES)
+def test_whatever_was_observed_prices_are_positive_finite_and_grow_with_rows(
+    rounds: list[tuple[RoundShape, float]], asked: RoundShape
+) -> None:
+    table = CostTable()
+    assert table.seconds(asked) == 0
+    for shape, seconds in rounds:
+        table.observe(shape, seconds)
+    for wide in (False, True):
+        prices = table.prices(wide=wide)
+        assert prices == sorted(prices)
+        assert all(0 < price < float("inf") for price in prices) if rounds else not any(prices)
+    assert 0 < table.seconds(asked) < float("inf") if rounds else table.seconds(asked) == 0
+    assert 1 <= table.rows_within(0.5) <= ROWS[-1]
+
+
+def test_what_was_seen_is_remembered() -> None:
+    table = taught((1, False, 0.04), (8, False, 0.06), (40, True, 0.12))
+    assert table.seconds(RoundShape(1, False, 0)) == pytest.approx(0.04)
+    assert table.seconds(RoundShape(8, False, 0)) == pytest.approx(0.06)
+    assert table.seconds(RoundShape(40, True, 0)) == pytest.approx(0.12)
+
+
+def test_a_cell_between_two_that_were_seen_is_thought_to_cost_what_the_smaller_one_does() -> None:
+    """It may lie before a cliff or behind it: trying it once tells."""
+    table = taught((8, True, 0.05), (64, True, 0.5))
+    assert table.seconds(RoundShape(32, True, 0)) == pytest.approx(0.05)
+    for _ in range(3):
+        table.observe(RoundShape(32, True, 0), 0.3)
+    assert table.seconds(RoundShape(32, True, 0)) == pytest.approx(0.3)
+
+
+def test_behind_the_largest_that_was_seen_rows_go_on_as_they_did() -> None:
+    table = taught((1, True, 0.04), (21, True, 0.06))
+    assert table.seconds(RoundShape(256, True, 0)) == pytest.approx(0.06 + 0.02 / 21 * (256 - 22))
+
+
+def test_plain_rounds_say_nothing_of_wide_ones_once_one_was_seen() -> None:
+    table = taught((8, False, 0.06))
+    assert table.seconds(RoundShape(8, True, 0)) == pytest.approx(0.06)
+    table.observe(RoundShape(9, True, 0), 0.1)
+    assert table.seconds(RoundShape(9, True, 0)) == pytest.approx(0.1)
+    assert table.seconds(RoundShape(8, False, 0)) == pytest.approx(0.06)
+
+
+def test_one_hiccup_is_no_price() -> None:
+    table = taught((8, False, 0.06), times=10)
+    table.observe(RoundShape(8, False, 0), 30.0)
+    assert table.seconds(RoundShape(8, False, 0)) < 0.06 * 1.4
+
+
+def test_the_price_of_attention_is_found_apart_from_that_of_rows() -> None:
+    table = CostTable()
+    for turn in range(300):
+        attention = (turn % 7) * 5000
+        table.observe(RoundShape(8, False, attention), 0.05 + 1e-6 * attention)
+    assert table.seconds(RoundShape(8, False, 100_000)) == pytest.approx(0.15, rel=0.15)
+
+
+def test_a_machine_that_slows_down_slows_all_cells_down_not_only_those_that_are_used() -> None:
+    table = taught((8, False, 0.06), (32, True, 0.12), times=10)
+    for _ in range(100):
+        table.observe(RoundShape(8, False, 0), 0.12)
+    assert table.seconds(RoundShape(8, False, 0)) == pytest.approx(0.12, rel=0.1)
+    assert table.seconds(RoundShape(32, True, 0)) > 0.15
+    for _ in range(100):
+        table.observe(RoundShape(8, False, 0), 0.06)
+    assert table.seconds(RoundShape(32, True, 0)) == pytest.approx(0.12, rel=0.25)
+
+
+def test_rows_within_a_time() -> None:
+    table = taught((8, True, 0.05), (64, True, 0.2), (256, True, 0.8))
+    assert table.rows_within(0.25) == 224, "cells that were not seen are thought to cost what the next smaller does"
+    assert table.rows_within(0.01) == 1
