@@ -11,6 +11,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from scheduler.cost import RoundShape
+from scheduler.draft import DraftSource
 from scheduler.round import Drawn, Window
 
 MaskWords = npt.NDArray[np.int32]
@@ -33,6 +35,10 @@ class ModelInfo(msgspec.Struct, frozen=True):
     device: str
     """What computes, for people: device, BLAS, dtype."""
     parameter_bytes: int
+    rectangle: bool = False
+    """Whether a round is one padded rectangle, in which a lane's long window costs rows in every lane."""
+    timed_rounds: tuple[tuple[RoundShape, float], ...] = ()
+    """What some rounds cost at load, in seconds; the planner starts from them."""
 
 
 class Masks(Protocol):
@@ -61,6 +67,11 @@ class Backend(Protocol):
     @property
     def info(self) -> ModelInfo:
         """What was loaded."""
+        ...
+
+    @property
+    def drafters(self) -> Sequence[DraftSource]:
+        """Draft sources that it brings itself, with models of their own. Asked on the engine thread."""
         ...
 
     def verify(self, windows: Sequence[Window], after: Flight | None = None, masks: Masks | None = None) -> Flight:

@@ -14,6 +14,7 @@ from backends import reference
 from backends.base import Flight, Masks, MaskWords, ModelInfo
 from backends.masks import Allowed, unpack
 from backends.noise import token_hash
+from scheduler.draft import DraftSource
 from scheduler.events import TokenLogprob
 from scheduler.request import Sampling
 from scheduler.round import Drawn, Window
@@ -133,6 +134,7 @@ class FakeBackend:
             device="fake",
             parameter_bytes=0,
         )
+        self.drafters: Sequence[DraftSource] = ()
         self.lanes: dict[int, FakeLane] = {}
         """What each open slot holds."""
 

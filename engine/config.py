@@ -13,10 +13,12 @@ class EngineConfig(msgspec.Struct, frozen=True):
     """How many requests are served at once; more of them wait, first come, first served."""
     round_rows: int = 256
     """The most rows of one round: decode rows, drafts and prefill rows together."""
-    draft_tokens: int = 0
-    """The most tokens drafted for a lane in a round; 0 turns drafting off."""
-    forced_tokens: int = 8
-    """The most tokens drafted for a constrained lane where its grammar knows the text; 0 turns that off."""
+    draft_tokens: int = 8
+    """The most tokens drafted for a lane in a round; 0 turns drafting off. How many pay is found out round by round."""
+    inter_token_seconds: float = 0.25
+    """How long a round may take while others decode, as far as prefill rows make it long; 0 for any time."""
+    history_bytes: int = 64 << 20
+    """How much memory the texts may take that later requests' drafts are made of; 0 for none."""
     fill_seconds: float = 1.0
     """How long a grammar may take for one round of one lane, before that lane is ended."""
 
@@ -27,7 +29,9 @@ class EngineConfig(msgspec.Struct, frozen=True):
             raise ValueError("round_rows must be greater than max_lanes")
         if self.draft_tokens < 0:
             raise ValueError("draft_tokens must not be negative")
-        if self.forced_tokens < 0:
-            raise ValueError("forced_tokens must not be negative")
+        if self.inter_token_seconds < 0:
+            raise ValueError("inter_token_seconds must not be negative")
+        if self.history_bytes < 0:
+            raise ValueError("history_bytes must not be negative")
         if self.fill_seconds <= 0:
             raise ValueError("fill_seconds must be positive")

@@ -16,7 +16,7 @@ import numpy as np
 
 from backends.base import MaskWords
 from backends.grammar.base import Grammar, Matcher
-from scheduler.draft import DraftAsk
+from scheduler.draft import Draft, DraftAsk
 from scheduler.request import FinishReason
 from scheduler.round import Acceptance, Window
 
@@ -159,12 +159,12 @@ class Constraints:
         self._ask_all(ask, limits)
         return forced
 
-    def valid_prefixes(self, drafts: Mapping[str, Sequence[int]]) -> dict[str, int]:
-        """How many tokens of each lane's draft its grammar allows; free lanes are left out."""
-        valid: dict[str, int] = {}
+    def valid_prefixes(self, drafts: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, list[int]]:
+        """How many tokens of each of a lane's drafts its grammar allows; free lanes are left out."""
+        valid: dict[str, list[int]] = {}
 
         def ask(lane: LaneGrammar, request_id: str) -> None:
-            valid[request_id] = lane.valid_prefix(drafts[request_id])
+            valid[request_id] = [lane.valid_prefix(draft) for draft in drafts[request_id]]
 
         self._ask_all(ask, drafts)
         return valid
@@ -218,14 +218,16 @@ class ForcedText:
     """A `DraftSource`: the text that a grammar leaves no choice about (a schema's keys and punctuation, mostly)."""
 
     name = "grammar"
+    costly = False
 
     def __init__(self, constraints: Constraints) -> None:
         self._constraints = constraints
 
-    def propose(self, asks: Sequence[DraftAsk]) -> list[tuple[int, ...]]:
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
         """Per lane, the forced text as tokens; empty for free lanes and where there is a choice."""
         forced = self._constraints.forced({ask.request_id: ask.budget for ask in asks})
-        return [forced.get(ask.request_id, ()) for ask in asks]
+        drafts = [forced.get(ask.request_id, ()) for ask in asks]
+        return [Draft(tokens, (0,) * len(tokens)) for tokens in drafts]
 
     def forget(self, request_id: str) -> None:
         """Its matcher belongs to `Constraints`."""

@@ -1,20 +1,23 @@
-"""Runs one round: propose, prune, verify, accept, keep. The only place where the scheduler's decisions meet a backend.
+"""Runs one round: propose, prune, choose, verify, accept, keep. The only place where the scheduler's decisions meet a
+backend.
 
 Runs on the engine thread. Knows no tensors and no requests, only windows.
 """
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
 from backends.base import Backend, Flight
 from engine.constraints import Constraints
-from scheduler.draft import DraftAsk, DraftSource
-from scheduler.round import Drawn, LaneResult, Round, Window
+from engine.ladder import Guess, Ladder
+from scheduler.draft import DraftSource
+from scheduler.pace import Offer
+from scheduler.round import Drawn, LaneResult, Round
 from scheduler.scheduler import Scheduler
 
-_log = logging.getLogger("paceline.engine")
+Offers = dict[str, tuple[Offer, ...]]
+"""What the sources offer, by request."""
 
 
 class FlyingRound(msgspec.Struct, frozen=True):
@@ -22,27 +25,80 @@ class FlyingRound(msgspec.Struct, frozen=True):
 
     round: Round
     flight: Flight
+    launched: float
+    """When the backend was given it, in seconds."""
 
 
 class Executor:
     """Carries rounds of one scheduler to one backend. Written by `Loop`."""
 
     def __init__(
-        self, scheduler: Scheduler, backend: Backend, sources: Sequence[DraftSource], constraints: Constraints
+        self,
+        scheduler: Scheduler,
+        backend: Backend,
+        sources: Sequence[DraftSource],
+        constraints: Constraints,
+        clock: Callable[[], float],
     ) -> None:
+        """`clock` in seconds."""
         self._scheduler = scheduler
         self._backend = backend
-        self._sources = sources
+        self._ladder = Ladder(sources, backend.info.vocab_size)
         self._constraints = constraints
+        self._clock = clock
 
     def launch(self, planned: Round, after: FlyingRound | None = None) -> FlyingRound:
         """Fill in the drafts and start the forward; a round planned ahead feeds on the draws of `after`."""
         if planned.ahead and after is not None:
-            return FlyingRound(planned, self._backend.verify(planned.windows, after.flight))
+            launched = self._clock()
+            return FlyingRound(planned, self._backend.verify(planned.windows, after.flight), launched)
         self._constraints.open(planned.windows)
-        windows = self._pruned(self._propose(planned.windows))
-        flight = self._backend.verify(windows, masks=self._constraints.fill(windows))
-        return FlyingRound(Round(windows), flight)
+        offers = self.offer(planned)
+        drafted = self._ask_costly(planned, offers, self._scheduler.draft(planned))
+        masks = self._constraints.fill(drafted.windows)
+        launched = self._clock()
+        return FlyingRound(drafted, self._backend.verify(drafted.windows, masks=masks), launched)
+
+    def offer(self, coming: Round) -> Offers:
+        """Ask the sources how the lanes that draw in a round go on, and tell the scheduler."""
+        offers: Offers = {}
+        self._take(self._ladder.guesses(self._scheduler.asks(coming)), offers)
+        self._scheduler.offer(coming, offers)
+        return offers
+
+    def _ask_costly(self, planned: Round, offers: Offers, drafted: Round) -> Round:
+        """Sources whose asking takes time are asked for those that have no draft yet, and as deep as pays."""
+        for source in self._ladder.costly:
+            bare = {window.request_id for window in drafted.windows if window.samples and not window.draft}
+            asks = [ask for ask in self._scheduler.asks(planned) if ask.request_id in bare]
+            asks = self._ladder.askable(source, asks)
+            depth = self._scheduler.depth(source.name, [ask.request_id for ask in asks])
+            if not depth:
+                continue
+            begun = self._clock()
+            shallow = [msgspec.structs.replace(ask, budget=min(ask.budget, depth)) for ask in asks]
+            self._take(self._ladder.guesses_of(source, shallow), offers)
+            self._scheduler.asked(source.name, len(asks), depth, self._clock() - begun)
+            self._scheduler.offer(planned, offers)
+            drafted = self._scheduler.draft(planned)
+        return drafted
+
+    def _take(self, guesses: Iterable[Guess], offers: Offers) -> None:
+        """Add to the offers what of the guesses the lanes' grammars allow."""
+        by_lane: dict[str, list[Guess]] = {}
+        for guess in guesses:
+            by_lane.setdefault(guess.request_id, []).append(guess)
+        valid = self._constraints.valid_prefixes(
+            {name: [guess.draft.tokens for guess in made] for name, made in by_lane.items()}
+        )
+        for name, made in by_lane.items():
+            lengths = valid.get(name, [len(guess.draft.tokens) for guess in made])
+            usable = [
+                Offer(guess.source, guess.draft.cut(length))
+                for guess, length in zip(made, lengths, strict=True)
+                if length
+            ]
+            offers[name] = (*offers.get(name, ()), *usable)
 
     def land(self, flying: FlyingRound, drawn: Sequence[Drawn]) -> list[LaneResult]:
         """Walk each live lane's draft against its draws, and cut its caches to what it keeps."""
@@ -69,43 +125,4 @@ class Executor:
         for departure in self._scheduler.departures():
             self._backend.release(departure.slot)
             self._constraints.forget(departure.request_id)
-            for source in self._sources:
-                source.forget(departure.request_id)
-
-    def _propose(self, windows: tuple[Window, ...]) -> tuple[Window, ...]:
-        """Ask each source in turn for the lanes that no source before it had a guess for."""
-        filled = list(windows)
-        for source in self._sources:
-            open_places = [place for place, window in enumerate(filled) if window.budget > 0 and not window.draft]
-            if not open_places:
-                break
-            asks = [self._ask(filled[place]) for place in open_places]
-            for place, draft in zip(open_places, _drafts(source, asks), strict=True):
-                if draft:
-                    filled[place] = _with_draft(filled[place], draft, source.name)
-        return tuple(filled)
-
-    def _pruned(self, windows: tuple[Window, ...]) -> tuple[Window, ...]:
-        """Cut every constrained draft to its valid prefix."""
-        valid = self._constraints.valid_prefixes({w.request_id: w.draft for w in windows if w.draft})
-        return tuple(
-            msgspec.structs.replace(window, draft=window.draft[: valid[window.request_id]])
-            if window.request_id in valid
-            else window
-            for window in windows
-        )
-
-    def _ask(self, window: Window) -> DraftAsk:
-        return DraftAsk(window.request_id, self._scheduler.tokens(window.request_id), window.budget)
-
-
-def _drafts(source: DraftSource, asks: Sequence[DraftAsk]) -> Sequence[tuple[int, ...]]:
-    try:
-        return source.propose(asks)
-    except Exception:  # the named boundary of a draft source: a round without its guesses is as right as one with them
-        _log.exception("the draft source %s failed", source.name)
-        return [()] * len(asks)
-
-
-def _with_draft(window: Window, draft: tuple[int, ...], source: str) -> Window:
-    return msgspec.structs.replace(window, draft=draft[: window.budget], source=source)
+            self._ladder.forget(departure.request_id)

@@ -6,13 +6,14 @@ Owns the scheduler, the executor and the round in flight. Its mailbox and clock 
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-from backends.base import Backend
+from backends.base import Backend, ModelInfo
 from engine.config import EngineConfig
 from engine.constraints import Constraints, ForcedText
 from engine.executor import Executor, FlyingRound
 from engine.messages import Cancel, Message, Submit
 from scheduler.draft import DraftSource
 from scheduler.events import Event
+from scheduler.pace import Pace, Planner
 from scheduler.round import Round
 from scheduler.scheduler import Limits, Scheduler
 from scheduler.stats import Stats
@@ -33,16 +34,21 @@ class Loop:
         sources: Sequence[DraftSource],
         mailbox: Callable[[], Iterable[Message]],
         clock: Callable[[], float],
+        pace: Planner | None = None,
     ) -> None:
-        limits = Limits(config.max_lanes, config.round_rows, config.draft_tokens, config.forced_tokens)
-        self._scheduler = Scheduler(limits)
+        """`pace` decides what is drafted; None for the one that learns from this loop's own rounds."""
+        limits = Limits(config.max_lanes, config.round_rows, config.draft_tokens, config.inter_token_seconds)
+        self._scheduler = Scheduler(limits, pace or _pace(backend.info))
         constraints = Constraints(backend.info.vocab_size, config.fill_seconds)
-        forced = [ForcedText(constraints)] if config.forced_tokens else []
-        self._executor = Executor(self._scheduler, backend, [*forced, *sources], constraints)
+        forced = [ForcedText(constraints)] if config.draft_tokens else []
+        drafters = backend.drafters if config.draft_tokens else ()
+        self._executor = Executor(self._scheduler, backend, [*forced, *sources, *drafters], constraints, clock)
         self._backend = backend
         self._mailbox = mailbox
         self._clock = clock
         self._ahead: FlyingRound | None = None
+        self._landed = 0.0
+        """When the last round was read."""
 
     @property
     def idle(self) -> bool:
@@ -64,12 +70,16 @@ class Loop:
         planned = flying.round if flying else self._scheduler.plan(self._clock())
         if planned is None:
             return events
-        ahead = self._scheduler.plan_ahead(planned)
         try:
-            flying = flying or self._executor.launch(planned)
+            if flying is None:
+                flying = self._executor.launch(planned)
+            else:
+                self._executor.offer(planned)
+            ahead = self._scheduler.plan_ahead(flying.round)
             if ahead is not None:
                 self._ahead = self._executor.launch(ahead, after=flying)
             drawn = flying.flight.read()
+            self._time(flying)
             events += self._read_mail()
             results = self._executor.land(flying, drawn)
         except Exception as error:  # the named boundary of a failed forward: its lanes end, the engine goes on
@@ -77,6 +87,12 @@ class Loop:
         events += self._scheduler.commit(results, self._clock())
         self._executor.dismiss_departed()
         return events
+
+    def _time(self, flown: FlyingRound) -> None:
+        """From when the backend had the round to itself: its launch, or the landing of the one before."""
+        now = self._clock()
+        self._scheduler.timed(flown.round, now - max(flown.launched, self._landed))
+        self._landed = now
 
     def _fail(self, lost: Round, error: Exception) -> list[Event]:
         _log.exception("a round's forward failed")
@@ -102,3 +118,10 @@ class Loop:
             elif message.request_id not in leaving:  # a cancel outranks the stop string that it came with
                 events += self._scheduler.finish(message.request_id, message.kept, now)
         return events
+
+
+def _pace(info: ModelInfo) -> Pace:
+    pace = Pace(rectangle=info.rectangle)
+    for shape, seconds in info.timed_rounds:
+        pace.timed(shape, seconds)
+    return pace

@@ -19,9 +19,11 @@ from engine.config import EngineConfig
 from engine.loop import Loop
 from engine.messages import Message
 from scheduler.draft import DraftSource
-from scheduler.lookup import PromptLookup
+from scheduler.pace import Pace
+from scheduler.prediction import PredictionDrafts
 from scheduler.scheduler import Limits, Scheduler
 from scheduler.stats import Stats
+from scheduler.suffix import SuffixDrafts
 
 _log = logging.getLogger("paceline.engine")
 
@@ -85,7 +87,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
         self._loaded: asyncio.Future[ModelInfo] | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
-        self._stats = Scheduler(Limits(config.max_lanes, config.round_rows, config.draft_tokens)).stats()
+        self._stats = Scheduler(Limits(config.max_lanes, config.round_rows, config.draft_tokens), Pace()).stats()
         self._state = EngineState.LOADING
         self._info: ModelInfo | None = None
         self.client = EngineClient(self._mailbox.send)
@@ -154,7 +156,7 @@ class Engine:
             self._to_event_loop(self._on_broken, error)
 
     def _sources(self) -> Sequence[DraftSource]:
-        return (PromptLookup(),) if self._config.draft_tokens else ()
+        return (PredictionDrafts(), SuffixDrafts(self._config.history_bytes)) if self._config.draft_tokens else ()
 
     def _serve(self, loop: Loop) -> None:
         while not self._mailbox.closed:

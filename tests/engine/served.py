@@ -14,13 +14,15 @@ from backends.grammar.base import Matcher
 from engine.config import EngineConfig
 from engine.loop import Loop
 from engine.messages import Cancel, Finish, Message, Submit
-from scheduler.draft import DraftAsk, DraftSource
+from scheduler.draft import Draft, DraftAsk, DraftSource
 from scheduler.events import Event, Finished, TokenLogprob, Tokens
-from scheduler.lookup import PromptLookup
+from scheduler.pace import Planner
 from scheduler.request import FinishReason, Request
 from scheduler.round import Drawn, History, Window
 from scheduler.stats import Stats
+from scheduler.suffix import SuffixDrafts
 from tests.engine.grammars import WORDS, Chart, ChartMatcher
+from tests.scheduler.plain import Eager
 
 PATIENCE = 5000
 """Steps after which a run that should have ended has hung."""
@@ -96,10 +98,16 @@ def decode(request: Request) -> Plain:
     return Plain(tuple(tokens), FinishReason.LENGTH, len(tokens), tuple(logprobs))
 
 
+def marked(tokens: Sequence[int]) -> Draft:
+    """A draft whose source has one mark only."""
+    return Draft(tuple(tokens), (0,) * len(tokens))
+
+
 class Prophet:
     """A `DraftSource` that knows the plain answers, and is right for as long as it likes."""
 
     name = "prophet"
+    costly = False
 
     def __init__(self, plain: Mapping[str, tuple[int, ...]], seed: int) -> None:
         """`plain` is each request's prompt with all that will be drawn after it."""
@@ -107,8 +115,8 @@ class Prophet:
         self._random = random.Random(seed)
         self.forgotten: list[str] = []
 
-    def propose(self, asks: Sequence[DraftAsk]) -> list[tuple[int, ...]]:
-        return [self._draft(ask) for ask in asks]
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
+        return [marked(self._draft(ask)) for ask in asks]
 
     def _draft(self, ask: DraftAsk) -> tuple[int, ...]:
         ahead = self._plain[ask.request_id][len(ask.tokens) :][: self._random.randint(0, ask.budget)]
@@ -123,9 +131,10 @@ class Overeager:
     """A `DraftSource` that always has a guess, and a longer one than it was asked for."""
 
     name = "overeager"
+    costly = False
 
-    def propose(self, asks: Sequence[DraftAsk]) -> list[tuple[int, ...]]:
-        return [(ask.tokens[-1],) * (ask.budget + 3) for ask in asks]
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
+        return [marked((ask.tokens[-1],) * (ask.budget + 3)) for ask in asks]
 
     def forget(self, request_id: str) -> None:
         """Remembers nothing."""
@@ -175,6 +184,7 @@ class Watched:
         """Each request's plain text, prompt included, and how many tokens of it are the prompt."""
         self.model = Terse()
         self.info = self.model.info
+        self.drafters = self.model.drafters
         self.texts = texts
         self.prompts = prompts
         self.mails = 0
@@ -384,7 +394,7 @@ class Mail:
 def sources_named(names: str, texts: Mapping[str, tuple[int, ...]], seed: int) -> list[DraftSource]:
     """Names of sources with a `+` between them, in the order of the ladder; empty for none."""
     made: dict[str, DraftSource] = {
-        "lookup": PromptLookup(),
+        "suffix": SuffixDrafts(),
         "prophet": Prophet(texts, seed),
         "overeager": Overeager(),
     }
@@ -400,8 +410,9 @@ def serve(
     fail_verify: Iterable[int] = (),
     fail_read: Iterable[int] = (),
     fail_keep: Iterable[int] = (),
+    pace: Planner | None = None,
 ) -> Served:
-    """Run the loop until everything has ended."""
+    """Run the loop until everything has ended; drafts are taken as they come, unless there is a pace."""
     by_name = {guest.request.request_id: guest for guest in guests}
     texts = {name: (*guest.request.prompt, *decode(guest.request).fed) for name, guest in by_name.items()}
     backend = Watched(texts, {name: len(guest.request.prompt) for name, guest in by_name.items()})
@@ -412,7 +423,7 @@ def serve(
     mail = Mail(served)
     ladder = sources_named(sources, texts, seed)
     served.prophets = [source for source in ladder if isinstance(source, Prophet)]
-    loop = Loop(backend, config, sources=ladder, mailbox=mail, clock=lambda: float(mail.looks))
+    loop = Loop(backend, config, sources=ladder, mailbox=mail, clock=lambda: float(mail.looks), pace=pace or Eager())
     for _ in range(PATIENCE):
         if loop.idle and mail.looks > mail.last:
             served.stats = loop.stats()

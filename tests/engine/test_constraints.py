@@ -55,7 +55,7 @@ def others_are_plain(run: Served, *but: str) -> bool:
 
 
 def test_forced_text_is_drafted_and_never_wrong() -> None:
-    run = serve(crowd(literal(TEXT)), EngineConfig(8, 100, forced_tokens=8))
+    run = serve(crowd(literal(TEXT)), EngineConfig(8, 100, 8))
     assert run.tokens("bound 0") == tuple(TEXT)
     (count,) = run.end("bound 0").usage.drafts
     assert (count.source, count.accepted) == ("grammar", count.drafted)
@@ -65,8 +65,8 @@ def test_forced_text_is_drafted_and_never_wrong() -> None:
     assert others_are_plain(run)
 
 
-def test_without_forced_tokens_a_lane_goes_on_one_by_one() -> None:
-    run = serve(crowd(literal(TEXT)), EngineConfig(8, 100, forced_tokens=0))
+def test_without_drafts_a_lane_goes_on_one_by_one() -> None:
+    run = serve(crowd(literal(TEXT)), EngineConfig(8, 100, 0))
     assert run.tokens("bound 0") == tuple(TEXT)
     assert run.end("bound 0").usage.drafts == ()
 
@@ -179,7 +179,7 @@ def bad(fault: str) -> Bad:
 )
 def test_a_bad_grammar_ends_its_lane_and_no_other(fault: str, message: str, draft_tokens: int) -> None:
     chart = bad(fault)
-    config = EngineConfig(8, 100, draft_tokens, forced_tokens=0, fill_seconds=0.2)
+    config = EngineConfig(8, 100, draft_tokens, fill_seconds=0.2)
     run = serve(crowd(literal(TEXT), chart, literal(TEXT)), config, "prophet" if draft_tokens else "")
     chart.released.set()
     end = run.end("bound 1")
@@ -191,7 +191,7 @@ def test_a_bad_grammar_ends_its_lane_and_no_other(fault: str, message: str, draf
 
 def test_two_grammars_that_hang_in_one_round_both_end_and_the_third_goes_on() -> None:
     charts = [bad("hangs"), literal(TEXT), bad("hangs")]
-    run = serve(crowd(*charts), EngineConfig(8, 100, forced_tokens=0, fill_seconds=0.2))
+    run = serve(crowd(*charts), EngineConfig(8, 100, 0, fill_seconds=0.2))
     for chart in charts:
         if isinstance(chart, Bad):
             chart.released.set()

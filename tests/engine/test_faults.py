@@ -12,11 +12,12 @@ from backends.fake import EOS, FakeBackend
 from engine.config import EngineConfig
 from engine.loop import Loop
 from engine.messages import Cancel, Finish, Message, Submit
-from scheduler.draft import DraftAsk
+from scheduler.draft import Draft, DraftAsk
 from scheduler.events import Finished, Tokens
-from scheduler.lookup import PromptLookup
 from scheduler.request import FinishReason, Request, Sampling
+from scheduler.suffix import SuffixDrafts
 from tests.engine.served import Guest, Leave, Served, Step, StopString, Terse, decode, serve
+from tests.scheduler.plain import Eager
 
 STOPS = frozenset({EOS})
 NEXT = Guest(Request("next", (7, 7, 9), 20, Sampling(1.0, 5), STOPS), arrives=300)
@@ -194,7 +195,7 @@ def test_those_who_wait_do_not_notice() -> None:
 
 def test_it_may_happen_again_and_again() -> None:
     guests = [Guest(guest.request, 40 * place) for place, guest in enumerate(party(5))]
-    run = serve([*guests, NEXT], EngineConfig(2, 40, 2), "lookup", fail_verify=[3, 9], fail_read=[20, 21])
+    run = serve([*guests, NEXT], EngineConfig(2, 40, 2), "overeager", fail_verify=[3, 9], fail_read=[20, 21])
     assert run.backend.resets == len(run.backend.failed) == 4
     assert len(ended(run, FinishReason.ERROR)) == 4
     assert is_plain(run, "next")
@@ -203,7 +204,7 @@ def test_it_may_happen_again_and_again() -> None:
 
 @pytest.mark.parametrize("failure", ["fail_verify", "fail_read"])
 def test_a_cancel_that_came_before_the_failed_forward_is_not_lost_with_it(failure: str) -> None:
-    run = serve(party(2, goes=Leave(4)), EngineConfig(2, 40, 2), "", **{failure: [2]})
+    run = serve(party(2, goes=Leave(4)), EngineConfig(2, 40, 2), "overeager", **{failure: [2]})
     assert run.end("r0") in run.steps[2].events
     assert run.end("r0").reason is FinishReason.CANCELLED
     assert run.end("r1") in run.steps[2].events
@@ -212,7 +213,7 @@ def test_a_cancel_that_came_before_the_failed_forward_is_not_lost_with_it(failur
 
 @pytest.mark.parametrize("failure", ["fail_verify", "fail_read"])
 def test_rule_12_a_cancel_that_came_during_the_forward_outranks_its_failure(failure: str) -> None:
-    run = serve(party(2, goes=Leave(1)), EngineConfig(2, 40, 2), "", **{failure: [0]})
+    run = serve(party(2, goes=Leave(1)), EngineConfig(2, 40, 2), "overeager", **{failure: [0]})
     assert run.end("r0").reason is FinishReason.CANCELLED
     assert run.end("r1").reason is FinishReason.ERROR
     assert len(run.steps) == 1
@@ -220,7 +221,7 @@ def test_rule_12_a_cancel_that_came_during_the_forward_outranks_its_failure(fail
 
 
 def test_rule_12_a_stop_string_that_came_during_the_forward_outranks_its_failure() -> None:
-    run = serve(party(2, goes=StopString(7, 0)), EngineConfig(2, 40, 2), "", fail_read=[3])
+    run = serve(party(2, goes=StopString(7, 0)), EngineConfig(2, 40, 2), "overeager", fail_read=[3])
     end = run.end("r0")
     assert (end.reason, end.usage.completion_tokens) == (FinishReason.STOP, len(run.tokens("r0")))
     assert run.stopped == {"r0": end.usage.completion_tokens}
@@ -246,8 +247,9 @@ class Broken:
     """A `DraftSource` that always fails."""
 
     name = "broken"
+    costly = False
 
-    def propose(self, asks: Sequence[DraftAsk]) -> list[tuple[int, ...]]:
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
         raise LookupError(f"nothing for {len(asks)}")
 
     def forget(self, request_id: str) -> None:
@@ -260,9 +262,10 @@ def test_a_draft_source_that_raises_costs_its_drafts_and_nothing_else() -> None:
     loop = Loop(
         Terse(),
         EngineConfig(3, 40, 4),
-        sources=(Broken(), PromptLookup()),
+        sources=(Broken(), SuffixDrafts()),
         mailbox=lambda: [mail.pop(0) for _ in range(len(mail))],
         clock=lambda: 0.0,
+        pace=Eager(),
     )
     told: dict[str, list[int]] = {guest.request.request_id: [] for guest in guests}
     while mail or not loop.idle:
