@@ -13,6 +13,7 @@ from backends.mlx.rows import Exp, SampledRow
 from backends.mlx.sampler import DrawnRows, draw
 from backends.mlx.threads import BlasPace
 from backends.mlx.verify import Draws, Forward, Verified
+from scheduler.draft import DraftSource
 from scheduler.round import Drawn, Window
 
 
@@ -97,6 +98,7 @@ class MLXBackend:
     def __init__(self, info: ModelInfo, forward: Forward, pace: BlasPace | None = None) -> None:
         """`pace` where BLAS's threads can be set between rounds."""
         self.info = info
+        self.drafters: Sequence[DraftSource] = ()
         self._forward = forward
         self._pace = pace
         self._tables = LaneTables()

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import mlx.core as mx
+import msgspec
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
@@ -17,27 +18,52 @@ from backends.mlx import exponential
 from backends.mlx.backend import MLXBackend
 from backends.mlx.caches.buffers import LayerShape
 from backends.mlx.check import check_lanes
+from backends.mlx.drafts.model import DraftModel, DraftModelFacts
 from backends.mlx.exponential import Attention
-from backends.mlx.load import Loaded, LoadError, load
+from backends.mlx.load import Loaded, LoadError, load_folder, locate, refuse_other_tokens
 from backends.mlx.pull import Progress
 from backends.mlx.rope import install_rope
 from backends.mlx.runtime import DtypePolicy, describe_device, load_blas, set_blas_threads
-from backends.mlx.seam import install_attention, install_head, install_swiglu
+from backends.mlx.seam import HeadRows, install_attention, install_head, install_swiglu
 from backends.mlx.threads import BlasPace
 from backends.mlx.verify import Forward, PackedForward, PaddedForward
+from backends.mlx.warmup import timed_rounds
 
 _log = logging.getLogger("paceline.mlx")
 
 
-def load_backend(reference: str, home: Path, dtype: DtypePolicy, progress: Progress, device: str) -> MLXBackend:
-    """Load a model and check it; `device` is what to say of the machine in `ModelInfo`.
+def load_backend(
+    reference: str, home: Path, dtype: DtypePolicy, progress: Progress, device: str, draft_model: str | None = None
+) -> MLXBackend:
+    """Load a model and check it, and a `draft_model` to draft for it; `device` is what to say of the machine in
+    `ModelInfo`.
 
-    Call on the thread that will use the backend. Raises LoadError for a model that cannot be loaded or served.
+    Call on the thread that will use the backend. Raises LoadError for a model that cannot be loaded or served, and for
+    a draft model with another vocabulary than the model's.
     """
-    loaded = load(reference, home, dtype, progress)
+    name, folder = locate(reference, home, progress)
+    drafting = locate(draft_model, home, progress) if draft_model is not None else None
+    if drafting is not None and not drafting[1].samefile(folder):
+        refuse_other_tokens(*drafting, name, folder)
+    loaded = load_folder(name, folder, dtype, progress)
     progress("check", 0, None)
-    forward = build_forward(loaded.model, loaded.vocab_size, loaded.name)
-    return MLXBackend(_info(loaded, device), forward, _blas_pace())
+    head = install_head(loaded.model)
+    forward = build_forward(loaded.model, loaded.vocab_size, loaded.name, head)
+    backend = MLXBackend(_info(loaded, device, rectangle=isinstance(forward, PaddedForward)), forward, _blas_pace())
+    if drafting is not None:
+        shared = drafting[1].samefile(folder)
+        drafter = loaded if shared else load_folder(*drafting, dtype, progress)
+        progress("check", 0, None)
+        backend.drafters = (_draft_model(drafter, loaded, head if shared else install_head(drafter.model)),)
+    progress("warm up", 0, None)
+    backend.info = msgspec.structs.replace(backend.info, timed_rounds=timed_rounds(backend))
+    return backend
+
+
+def _draft_model(drafter: Loaded, target: Loaded, head: HeadRows) -> DraftModel:
+    """With lanes of its own, also where both are one model."""
+    facts = DraftModelFacts(drafter.vocab_size, target.vocab_size, drafter.context_length)
+    return DraftModel(build_forward(drafter.model, drafter.vocab_size, drafter.name, head), facts)
 
 
 def _blas_pace() -> BlasPace | None:
@@ -48,12 +74,15 @@ def _blas_pace() -> BlasPace | None:
     return BlasPace(blas.threads, set_blas_threads, time.perf_counter)
 
 
-def build_forward(model: Module, vocabulary: int, name: str) -> Forward:
-    """The first path on which the model's ragged lanes agree with single ones. Raises LoadError if there is none."""
+def build_forward(model: Module, vocabulary: int, name: str, head: HeadRows | None = None) -> Forward:
+    """The first path on which the model's ragged lanes agree with single ones. Raises LoadError if there is none.
+
+    `head` as for `paths`.
+    """
     shapes = layer_shapes(model, name)
     kv_heads = max(shape.kv_heads for shape in shapes)
     reasons = []
-    for forward in paths(model, shapes, attention=fast_attention(model)):
+    for forward in paths(model, shapes, attention=fast_attention(model), head=head):
         try:
             check_lanes(model, forward, vocabulary=vocabulary, kv_heads=kv_heads)
         except Exception as error:  # the named boundary of a model's own code: what it cannot do is a reason to refuse
@@ -65,9 +94,15 @@ def build_forward(model: Module, vocabulary: int, name: str) -> Forward:
     raise LoadError(f"{name}: several lanes at once do not give what one lane gives: {'; '.join(reasons)}")
 
 
-def paths(model: Module, shapes: list[LayerShape], *, attention: Attention) -> list[Forward]:
-    """The packed path where there is a seam for it, then the padded one."""
-    head = install_head(model)
+def paths(
+    model: Module, shapes: list[LayerShape], *, attention: Attention, head: HeadRows | None = None
+) -> list[Forward]:
+    """The packed path where there is a seam for it, then the padded one.
+
+    All forwards of one model must share one `head`, so that none computes by what a failed call of another left there;
+    None installs it.
+    """
+    head = head or install_head(model)
     padded = PaddedForward(model, head, shapes)
     return [PackedForward(model, head, shapes, attention), padded] if install_attention(model) else [padded]
 
@@ -98,7 +133,7 @@ def _shape(keys: mx.array) -> tuple[int, int]:
     return heads, dim
 
 
-def _info(loaded: Loaded, device: str) -> ModelInfo:
+def _info(loaded: Loaded, device: str, *, rectangle: bool) -> ModelInfo:
     return ModelInfo(
         name=loaded.name,
         folder=str(loaded.folder),
@@ -108,4 +143,5 @@ def _info(loaded: Loaded, device: str) -> ModelInfo:
         defaults=loaded.generation_defaults,
         device=f"{device}, {loaded.dtype}",
         parameter_bytes=loaded.parameter_bytes,
+        rectangle=rectangle,
     )

@@ -84,8 +84,12 @@ def load(reference: str, home: Path, dtype_policy: DtypePolicy, progress: Progre
     layer. Raises LoadError where nothing is found, where the folder is incomplete or damaged, and for a model type
     that mlx-lm does not know or that wants code of its own; ValueError for an unknown dtype policy.
     """
+    return load_folder(*locate(reference, home, progress), dtype_policy, progress)
+
+
+def load_folder(name: str, folder: Path, dtype_policy: DtypePolicy, progress: Progress) -> Loaded:
+    """Load the model in a folder, to be called `name`. `progress` and errors as for `load`."""
     dtype = choose_dtype(dtype_policy, describe_device())
-    name, folder = _locate(reference, home, progress)
     model, config = _build(name, folder)
     if dtype != "checkpoint":
         _dequantize(model)
@@ -110,8 +114,11 @@ def load(reference: str, home: Path, dtype_policy: DtypePolicy, progress: Progre
 # Where a reference leads
 
 
-def _locate(reference: str, home: Path, progress: Progress) -> tuple[str, Path]:
-    """A reference's name and folder; hub repositories are downloaded, or taken from the hub's cache."""
+def locate(reference: str, home: Path, progress: Progress) -> tuple[str, Path]:
+    """A reference's name and folder; hub repositories are downloaded, or taken from the hub's cache.
+
+    Raises LoadError where nothing is found.
+    """
     if re.fullmatch(r"\w[\w.-]*", reference) and (models_folder(home) / reference).is_dir():
         return reference, models_folder(home) / reference
     path = Path(reference).expanduser()
@@ -345,3 +352,45 @@ def _tokenizer_eos(folder: Path) -> int | None:
             return int(added["id"])
     vocabulary = tokenizer.get("model", {}).get("vocab", {})
     return vocabulary.get(text) if isinstance(vocabulary, dict) else None
+
+
+# Whether two models speak the same tokens
+
+
+def refuse_other_tokens(name: str, folder: Path, target_name: str, target_folder: Path) -> None:
+    """Raise LoadError unless both folders' tokenizer.json have the same tokens under the same ids, and the same merges.
+
+    How wide the models' logits are says nothing: they are often padded.
+    """
+    refused = f"{name} cannot draft for {target_name}"
+    own, target = (_Tokens.read(each, refused) for each in (folder, target_folder))
+    if own.ids != target.ids:
+        token, known = min(own.ids.items() ^ target.ids.items(), key=lambda item: item[1])
+        one, other = (name, target_name) if own.ids.get(token) == known else (target_name, name)
+        raise LoadError(f"{refused}: another vocabulary (token {known} is {token!r} in {one}, but not in {other})")
+    if own.merges != target.merges:
+        raise LoadError(f"{refused}: another tokenizer (its merges differ)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """What a tokenizer.json says that tokens are."""
+
+    ids: dict[str, int]
+    """Added tokens included."""
+    merges: tuple[str, ...]
+    """Empty for a tokenizer that does not merge."""
+
+    @classmethod
+    def read(cls, folder: Path, refused: str) -> "_Tokens":
+        """Raises LoadError, which begins with `refused`, where there is no usable file."""
+        tokenizer = _read_json(folder / "tokenizer.json")
+        model = tokenizer.get("model")
+        vocabulary = model.get("vocab") if isinstance(model, dict) else None
+        if not isinstance(model, dict) or not vocabulary:
+            raise LoadError(f"{refused}: there is no tokenizer.json with a vocabulary in {folder}")
+        if isinstance(vocabulary, list):  # Unigram: pieces and their scores, in the order of their ids
+            vocabulary = {piece: place for place, (piece, _) in enumerate(vocabulary)}
+        added = {each["content"]: each["id"] for each in tokenizer.get("added_tokens", [])}
+        merges = (merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges") or [])
+        return cls({**vocabulary, **added}, tuple(merges))

@@ -228,8 +228,10 @@ def _logits(
     """Logits `[sampled rows, vocabulary]`; the head computes no other row. Nothing is evaluated yet."""
     chosen = mx.array(list(rows) or [0])
     head.rows = None if len(rows) == total else chosen
-    logits: mx.array = model(tokens, cache=list(caches))
-    logits = logits.reshape(-1, logits.shape[-1])
-    obeyed = head.rows is None or logits.shape[0] == chosen.size
-    head.rows = None
+    try:
+        logits: mx.array = model(tokens, cache=list(caches))
+        logits = logits.reshape(-1, logits.shape[-1])
+        obeyed = head.rows is None or logits.shape[0] == chosen.size
+    finally:
+        head.rows = None  # also where the model raised: its next caller may be another one
     return logits if obeyed else mx.take(logits, chosen, axis=0)

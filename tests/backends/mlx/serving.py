@@ -18,12 +18,13 @@ from backends.noise import gumbel, row_key, token_hash
 from engine.config import EngineConfig
 from engine.loop import Loop
 from engine.messages import Message, Submit
-from scheduler.draft import DraftAsk, DraftSource
+from scheduler.draft import Draft, DraftAsk, DraftSource
 from scheduler.events import Finished, TokenLogprob, Tokens
 from scheduler.request import Request, Sampling
 from scheduler.round import Window
 from scheduler.stats import Stats
 from tests.backends.mlx.windows import GREEDY
+from tests.scheduler.plain import Eager
 
 MOST_STEPS = 2000
 NEAR_TIE = 1e-3
@@ -99,6 +100,7 @@ class OracleDrafts:
     """
 
     name = "oracle"
+    costly = False
 
     def __init__(
         self, answers: Mapping[str, Sequence[int]], vocabulary: int, plan: Callable[[int, int], tuple[int, int]]
@@ -109,11 +111,11 @@ class OracleDrafts:
         self._plan = plan
         self._turns = 0
 
-    def propose(self, asks: Sequence[DraftAsk]) -> list[tuple[int, ...]]:
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
         """Right tokens, then wrong ones."""
         drafts = [self._draft(ask) for ask in asks]
         self._turns += 1
-        return drafts
+        return [Draft(tokens, (0,) * len(tokens)) for tokens in drafts]
 
     def _draft(self, ask: DraftAsk) -> tuple[int, ...]:
         drafted, right = self._plan(self._lanes[ask.request_id], self._turns)
@@ -151,6 +153,10 @@ class RecordingBackend:
     @property
     def info(self) -> ModelInfo:
         return self._backend.info
+
+    @property
+    def drafters(self) -> Sequence[DraftSource]:
+        return self._backend.drafters
 
     def verify(self, windows: Sequence[Window], after: Flight | None = None, masks: Masks | None = None) -> MLXFlight:
         self._launched.append(tuple(windows))
@@ -198,7 +204,7 @@ def serve(
         del pending[: len(due)]
         return due
 
-    loop = Loop(backend, config, sources=sources, mailbox=mailbox, clock=lambda: float(steps))
+    loop = Loop(backend, config, sources=sources, mailbox=mailbox, clock=lambda: float(steps), pace=Eager())
     tokens: dict[str, tuple[int, ...]] = {}
     logprobs: dict[str, tuple[TokenLogprob, ...]] = {}
     finished: dict[str, Finished] = {}
@@ -221,7 +227,7 @@ def submissions(requests: Iterable[Request], *, every: int = 0) -> list[Arrival]
     return [Arrival(place * every, Submit(request)) for place, request in enumerate(requests)]
 
 
-INFO = ModelInfo("tiny", None, 0, 8192, frozenset(), {}, "test", 0)
+INFO = ModelInfo("tiny", None, 1 << 20, 8192, frozenset(), {}, "test", 0)
 
 
 # ---- forwards --------------------------------------------------------------------------------------------------------
