@@ -37,6 +37,9 @@ _GRAMMARS = Limits()
 
 HostFlag = Annotated[str, typer.Option(help="Address to listen on; others than the loopback need --api-key-file.")]
 PortFlag = Annotated[int, typer.Option(min=0, max=65535, help="TCP port; 0 takes a free one.")]
+DraftModelFlag = Annotated[
+    str | None, typer.Option(help="A model with MODEL's vocabulary that drafts for it: name, folder, or repository.")
+]
 UdsFlag = Annotated[Path | None, typer.Option(help="Listen on this Unix socket, too.")]
 BlasFlag = Annotated[BlasChoice, typer.Option(help="What computes MLX's products on a Linux CPU.")]
 BackendFlag = Annotated[Literal["mlx", "fake"], typer.Option(help="fake: a pseudo-model without MLX.")]
@@ -65,10 +68,16 @@ def serve(
     served_name: Annotated[str | None, typer.Option(help="The model's id for clients.")] = None,
     max_lanes: Annotated[int, typer.Option(min=1, help="Requests served at once.")] = _ENGINE.max_lanes,
     round_rows: Annotated[int, typer.Option(min=2, help="The most rows of one forward.")] = _ENGINE.round_rows,
-    draft_tokens: Annotated[int, typer.Option(min=0, help="The most tokens to draft; 0: off.")] = _ENGINE.draft_tokens,
-    forced_tokens: Annotated[
-        int, typer.Option(min=0, help="The most tokens to draft where a grammar knows the text; 0: off.")
-    ] = _ENGINE.forced_tokens,
+    draft_model: DraftModelFlag = None,
+    draft_tokens: Annotated[
+        int, typer.Option(min=0, help="The most tokens to draft for a lane in a round, where it pays; 0: off.")
+    ] = _ENGINE.draft_tokens,
+    history_bytes: Annotated[
+        int, typer.Option(min=0, help="Memory for texts that later requests are drafted from; 0: off.")
+    ] = _ENGINE.history_bytes,
+    inter_token_seconds: Annotated[
+        float, typer.Option(min=0, help="How long prefill may make a round while others decode; 0: no limit.")
+    ] = _ENGINE.inter_token_seconds,
     fill_seconds: Annotated[
         float, typer.Option(help="How long a grammar may take for one round of one lane.")
     ] = _ENGINE.fill_seconds,
@@ -94,6 +103,7 @@ def serve(
     try:
         launch = Launch(
             model=model,
+            draft_model=draft_model,
             home=home_folder(),
             backend=backend,
             dtype=dtype,
@@ -106,7 +116,7 @@ def serve(
             served_name=served_name,
             max_body_bytes=max_body_bytes,
             drain_seconds=drain_seconds,
-            engine=EngineConfig(max_lanes, round_rows, draft_tokens, forced_tokens, fill_seconds),
+            engine=EngineConfig(max_lanes, round_rows, draft_tokens, inter_token_seconds, history_bytes, fill_seconds),
             grammars=Limits(seconds=grammar_seconds, cache_bytes=grammar_cache_bytes),
         )
         outcome = run(launch, Console())
@@ -161,11 +171,14 @@ def doctor(
     port: PortFlag = 8321,
     uds: UdsFlag = None,
     blas: BlasFlag = "auto",
+    draft_model: DraftModelFlag = None,
 ) -> None:
     """Look at what `serve` would need. The exit status is not zero if something is in its way."""
     from api.doctor import examine
 
-    findings = examine(model=model, home=home_folder(), host=host, port=port, uds=uds, blas=blas)
+    findings = examine(
+        model=model, home=home_folder(), host=host, port=port, uds=uds, blas=blas, draft_model=draft_model
+    )
     table = Table("", "what", "finding", box=None)
     for finding in findings:
         table.add_row("[red]bad[/]" if finding.trouble else "[green]ok[/]", finding.what, finding.text)

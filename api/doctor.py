@@ -7,7 +7,7 @@ import http.client
 import json
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -29,13 +29,24 @@ class Finding(msgspec.Struct, frozen=True):
     trouble: bool = False
 
 
-def examine(*, model: str, home: Path, host: str, port: int, uds: Path | None, blas: BlasChoice) -> Sequence[Finding]:
+def examine(
+    *,
+    model: str,
+    home: Path,
+    host: str,
+    port: int,
+    uds: Path | None,
+    blas: BlasChoice,
+    draft_model: str | None = None,
+) -> Sequence[Finding]:
     """All findings, in the order in which serving needs them."""
+    names = {model, draft_model or model}
     looks: list[tuple[str, Callable[[], Finding]]] = [
         ("blas", lambda: look_at_blas(blas)),
         ("device", look_at_device),
-        ("memory", lambda: look_at_memory(model, home)),
+        ("memory", lambda: look_at_memory(names, home)),
         ("model", lambda: look_at_model(model, home)),
+        *([] if draft_model is None else [("drafter", lambda: look_at_drafter(draft_model, model, home))]),
         ("grammar", look_at_grammar),
         ("port", lambda: look_at_port(host, port)),
     ]
@@ -67,12 +78,12 @@ def look_at_device() -> Finding:
     return Finding("device", f"{device.kind}: {device.name}")
 
 
-def look_at_memory(model: str, home: Path) -> Finding:
-    """Whether the machine can hold the model."""
+def look_at_memory(models: Container[str], home: Path) -> Finding:
+    """Whether the machine can hold the models."""
     from backends.mlx.pull import list_models
 
     memory = describe_device().memory_bytes
-    size = next((one.bytes for one in list_models(home) if one.name == model), 0)
+    size = sum(one.bytes for one in list_models(home) if one.name in models)
     return Finding("memory", f"{megabytes(memory)} in all", trouble=size * _ROOM_FACTOR > memory)
 
 
@@ -92,6 +103,29 @@ def look_at_model(model: str, home: Path) -> Finding:
     if model.count("/") == 1:
         return Finding("model", f"{model} would be taken from the hub")
     return Finding("model", f"{model} is not installed, no folder, and no hub repository", trouble=True)
+
+
+def look_at_drafter(draft_model: str, model: str, home: Path) -> Finding:
+    """Where the draft model is; and if both are here, whether they have one vocabulary."""
+    from backends.mlx.load import LoadError, refuse_other_tokens
+
+    own, target = _folder_of(draft_model, home), _folder_of(model, home)
+    found = look_at_model(draft_model, home)
+    if own is not None and target is not None and not found.trouble and not own.samefile(target):
+        try:
+            refuse_other_tokens(draft_model, own, model, target)
+        except LoadError as refused:
+            return Finding("drafter", str(refused), trouble=True)
+    return Finding("drafter", found.text, found.trouble)
+
+
+def _folder_of(model: str, home: Path) -> Path | None:
+    """Where an installed model lies, or one that is named by its folder."""
+    from backends.mlx.pull import list_models
+
+    installed = next((one.folder for one in list_models(home) if one.name == model), None)
+    folder = Path(model).expanduser()
+    return installed or (folder if folder.is_dir() else None)
 
 
 def look_at_grammar() -> Finding:

@@ -39,6 +39,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that `paceline serve` was told."""
 
     model: str
+    draft_model: str | None = None
     home: Path
     backend: BackendName
     dtype: DtypePolicy
@@ -57,6 +58,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 
 def serve(launch: Launch, console: Console) -> Outcome:
     """Run the server to its end. Raises UsageError, BindError, OSError and ValueError before it has begun."""
+    refuse_contradictions(launch)
     settings = settings_of(launch)
     with Listeners(launch.host, launch.port, launch.uds) as listeners, closing(display_on(console)) as display:
         engine = Engine(make_backend(launch, display, console), launch.engine)
@@ -69,6 +71,16 @@ def serve(launch: Launch, console: Console) -> Outcome:
         with asyncio.Runner(loop_factory=_new_event_loop) as runner:
             outcome = runner.run(process.run())
     return outcome
+
+
+def refuse_contradictions(launch: Launch) -> None:
+    """Raise UsageError where a draft model is asked for that could not draft."""
+    if launch.draft_model is None:
+        return
+    if launch.backend != "mlx":
+        raise UsageError(f"--backend {launch.backend} has no models: that goes without --draft-model")
+    if not launch.engine.draft_tokens:
+        raise UsageError("--draft-tokens 0 turns drafting off: that goes without --draft-model")
 
 
 def settings_of(launch: Launch) -> Settings:
@@ -103,9 +115,11 @@ def make_backend(launch: Launch, display: Display, console: Console) -> Callable
         from backends.mlx.build import load_backend
         from backends.mlx.pull import CATALOGUE, pull
 
-        if any(known.name == launch.model for known in CATALOGUE) and not Path(launch.model).is_dir():
-            pull(launch.model, launch.home, display)
-        return load_backend(launch.model, launch.home, launch.dtype, display, _words(describe_device(), blas))
+        for model in dict.fromkeys((launch.model, launch.draft_model or launch.model)):
+            if any(known.name == model for known in CATALOGUE) and not Path(model).is_dir():
+                pull(model, launch.home, display)
+        device = _words(describe_device(), blas)
+        return load_backend(launch.model, launch.home, launch.dtype, display, device, launch.draft_model)
 
     return load
 
@@ -122,6 +136,8 @@ def announce(console: Console, launch: Launch, listeners: Listeners, model: Serv
     if launch.uds is not None:
         facts["socket"] = str(launch.uds)
     facts["model"] = model.name
+    if launch.draft_model is not None:
+        facts["drafter"] = launch.draft_model
     facts["context"] = f"{model.info.context_length} tokens"
     drafts = f"up to {launch.engine.draft_tokens} draft tokens each" if launch.engine.draft_tokens else "no drafts"
     facts["lanes"] = f"{launch.engine.max_lanes}, {drafts}"

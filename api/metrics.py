@@ -184,6 +184,7 @@ class ServerCollector(Collector):
         for name, help_text, counted in (
             ("paceline_lanes_per_round", "Lanes that took part in a round.", stats.lanes_per_round),
             ("paceline_rows_per_round", "Rows of a round's forward.", stats.rows_per_round),
+            ("paceline_draft_rows_per_round", "Drafted rows chosen for a round.", stats.draft_rows_per_round),
         ):
             yield _histogram(name, help_text, counted.bounds, counted.counts, counted.total)
 

@@ -10,7 +10,14 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 _LINE_EVERY = 0.25
 """The share of a stage after which a plain line is due."""
-_TITLES = {"fetch": "fetching", "verify": "verifying", "convert": "converting", "load": "loading", "check": "checking"}
+_TITLES = {
+    "fetch": "fetching",
+    "verify": "verifying",
+    "convert": "converting",
+    "load": "loading",
+    "check": "checking",
+    "warm up": "warming up",
+}
 _IN_BYTES = frozenset({"fetch", "verify", "load"})
 
 

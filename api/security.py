@@ -21,6 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api.errors import ApiError
 from api.openai.errors import error_response
 
+OWNER = "paceline.owner"
+"""Where a scope holds whose request it is: a digest of its API key; absent where no keys are in use."""
 REQUEST_ID = "paceline.request_id"
 """Where the scope of a request carries its id."""
 _OPEN_PATHS = frozenset({"/health"})
@@ -138,11 +140,13 @@ class KeyCheck:
         """401 for a wrong or absent key."""
         if scope["type"] == "http" and self._digests and scope["path"] not in _OPEN_PATHS:
             headers = Headers(scope=scope)
-            if not self._opens(_bearer(headers.get("authorization", "")) or headers.get("x-api-key", "")):
+            given = _bearer(headers.get("authorization", "")) or headers.get("x-api-key", "")
+            if not self._opens(given):
                 authenticate = (("www-authenticate", "Bearer"),)
                 error = ApiError(401, "a valid API key is required", code="invalid_api_key", headers=authenticate)
                 await error_response(error)(scope, receive, send)
                 return
+            scope[OWNER] = _digest(given.encode("latin-1")).hex()
         await self._app(scope, receive, send)
 
     def _opens(self, given: str) -> bool:

@@ -15,7 +15,7 @@ import msgspec
 from api.errors import invalid
 from api.openai.calls import CallsShape
 from api.openai.constraint import forced_calls, tools_of
-from api.openai.prepare import make_requests, new_id, seed_of
+from api.openai.prepare import expected_tokens, make_requests, new_id, seed_of, text_of
 from api.openai.reply import Order
 from api.openai.schema import ChatBody, ChatMessage, MessageToolCall
 from api.openai.shapes import ChatShape, Heading, ReplyShape
@@ -29,14 +29,16 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 async def prepare_chat(body: ChatBody, model: ServedModel, arrived: float) -> Order:
     """What a conversation asks of the engine. Raises ApiError."""
     constraint = forced_calls(body, model.tool_format)
-    prompt = await anyio.to_thread.run_sync(_tokenize, model, turns_of(body.messages), body)
+    prompt, expected = await anyio.to_thread.run_sync(_tokenize, model, turns_of(body.messages), body)
     reply_id, seed = new_id("chatcmpl"), seed_of(body)
     heading = Heading(reply_id, int(time.time()), model.name, body.include_usage)
     return Order(
         reply_id=reply_id,
         model=model,
         shape=_shape(body, heading, model),
-        requests=make_requests(reply_id, body, model, [prompt], seed=seed, wanted=body.wanted_tokens, field="messages"),
+        requests=make_requests(
+            reply_id, body, model, [prompt], seed=seed, wanted=body.wanted_tokens, field="messages", expected=expected
+        ),
         stops=body.stops,
         seed=seed,
         stream=bool(body.stream),
@@ -102,26 +104,15 @@ def _call(call: MessageToolCall, field: str) -> dict[str, Any]:
 
 
 def _text_of(message: ChatMessage, field: str) -> str:
-    """Text parts become lines of one text."""
-    if isinstance(message.content, str):
-        return message.content
-    if message.content is None:
-        if message.role == "assistant":
-            return ""
-        raise invalid(f"{field} is required", field)
-    texts: list[str] = []
-    for index, part in enumerate(message.content):
-        if part.type != "text":
-            place = f"{field}[{index}].type"
-            raise invalid(f"{place}: {part.type!r} is not supported, only 'text'", place, "unsupported_parameter")
-        if part.text is None:
-            raise invalid(f"{field}[{index}].text is required", f"{field}[{index}].text")
-        texts.append(part.text)
-    return "\n".join(texts)
+    if message.content is not None:
+        return text_of(message.content, field)
+    if message.role == "assistant":
+        return ""
+    raise invalid(f"{field} is required", field)
 
 
-def _tokenize(model: ServedModel, turns: Sequence[Turn], body: ChatBody) -> list[int]:
-    """Runs in a thread."""
+def _tokenize(model: ServedModel, turns: Sequence[Turn], body: ChatBody) -> tuple[list[int], list[int]]:
+    """The prompt and the prediction. Runs in a thread."""
     options = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         options.setdefault("reasoning_effort", body.reasoning_effort)
@@ -134,4 +125,5 @@ def _tokenize(model: ServedModel, turns: Sequence[Turn], body: ChatBody) -> list
         raise invalid(str(error), "chat_template_kwargs") from error
     except TemplateError as error:
         raise invalid(str(error), "messages") from error
-    return model.tokenizer.encode(text + form.prime if body.forces_calls else text, special=False)
+    prompt = model.tokenizer.encode(text + form.prime if body.forces_calls else text, special=False)
+    return prompt, expected_tokens(body, model)

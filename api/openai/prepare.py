@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from api.errors import invalid
-from api.openai.schema import ChatBody, CompletionBody, GenerationBody
+from api.openai.schema import ChatBody, CompletionBody, ContentPart, DraftOptions, GenerationBody
 from api.service import ServedModel
 from backends.base import ModelInfo
 from scheduler.request import Request, Sampling
@@ -47,10 +47,13 @@ def make_requests(
     seed: Seed,
     wanted: int | None,
     field: str,
+    expected: Sequence[int] = (),
 ) -> tuple[Request, ...]:
     """`n` requests per prompt, each as it would be alone; choice c of prompt p is number p * n + c. `field` is where
-    the prompt stands in the body, `wanted` the limit of tokens that the client set. Raises ApiError.
+    the prompt stands in the body, `wanted` the limit of tokens that the client set, `expected` what its `prediction`
+    says. Raises ApiError.
     """
+    draft = body.draft or DraftOptions()
     sampling = sampling_of(body, model.info, seed)
     choices = body.n or 1
     requests: list[Request] = []
@@ -65,10 +68,35 @@ def make_requests(
                 stop_tokens=model.info.eos_tokens,
                 ignore_eos=bool(body.ignore_eos),
                 siblings=f"{reply_id}-{place}" if choices > 1 else "",
+                expected=tuple(expected[: model.info.context_length]),
+                draft_tokens=draft.max,
+                draft_sources=None if draft.sources is None else frozenset(draft.sources),
             )
             for choice in range(choices)
         ]
     return tuple(requests)
+
+
+def expected_tokens(body: ChatBody, model: ServedModel) -> list[int]:
+    """What `prediction` says, as tokens. Raises ApiError. Runs in a thread."""
+    if body.prediction is None:
+        return []
+    return model.tokenizer.encode(text_of(body.prediction.content, "prediction.content"), special=False)
+
+
+def text_of(content: str | Sequence[ContentPart], field: str) -> str:
+    """Text parts become lines of one text. Raises ApiError."""
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for index, part in enumerate(content):
+        if part.type != "text":
+            place = f"{field}[{index}].type"
+            raise invalid(f"{place}: {part.type!r} is not supported, only 'text'", place, "unsupported_parameter")
+        if part.text is None:
+            raise invalid(f"{field}[{index}].text is required", f"{field}[{index}].text")
+        texts.append(part.text)
+    return "\n".join(texts)
 
 
 def sampling_of(body: ChatBody | CompletionBody, info: ModelInfo, seed: Seed) -> Sampling:

@@ -21,7 +21,7 @@ from api.openai.constraint import Asked
 from api.openai.errors import error_body, error_response
 from api.openai.prepare import Seed
 from api.openai.shapes import DONE, Choice, ReplyShape
-from api.security import REQUEST_ID
+from api.security import OWNER, REQUEST_ID
 from api.service import ServedModel, Service
 from api.sse import EventStream, frame, serve_events, unless_disconnected
 from api.transcript import LoggedToken, Transcript, follow
@@ -75,7 +75,7 @@ class Reply:
         """
         self._request_id = scope.get(REQUEST_ID, "-")
         try:
-            with self._submitted() as generations:
+            with self._submitted(scope.get(OWNER, "")) as generations:
                 if self._order.stream:
                     produce = partial(self._stream, generations)
                     await serve_events(receive, send, produce, self._service.settings.keepalive_seconds)
@@ -143,11 +143,12 @@ class Reply:
         await follow(generation, self._transcripts[index], self._records[index], deliver)
 
     @contextmanager
-    def _submitted(self) -> Iterator[list[Generation]]:
+    def _submitted(self, owner: str) -> Iterator[list[Generation]]:
         """All of the order's generations; those that have not ended are cancelled on the way out."""
         with ExitStack() as stack:
             client = self._service.engine.client
-            yield [stack.enter_context(client.submit(request)) for request in self._order.requests]
+            requests = [msgspec.structs.replace(request, owner=owner) for request in self._order.requests]
+            yield [stack.enter_context(client.submit(request)) for request in requests]
 
     def _ended(self) -> list[Finished]:
         return [record.finished for record in self._records if record.finished is not None]

@@ -6,7 +6,7 @@ Owns every check that needs no model. Whatever is wrong becomes a 400 that names
 import json
 import math
 import re
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -44,6 +44,31 @@ class StructuredOutputs(msgspec.Struct):
     structural_tag: str | dict[str, Any] | None = None
 
 
+class ContentPart(msgspec.Struct):
+    """One part of a message's content."""
+
+    type: str
+    text: str | None = None
+
+
+class Prediction(msgspec.Struct):
+    """`prediction` (Predicted Outputs): a text that the answer is expected to be like. Drafted from, never shown to the
+    model, and without effect on the answer.
+    """
+
+    type: Literal["content"]
+    content: str | list[ContentPart]
+
+
+class DraftOptions(msgspec.Struct):
+    """`draft`, a field of ours: how speculation may serve this request. Without effect on the answer."""
+
+    max: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """Tokens drafted in a round at most, within the server's own limit; 0 turns drafting off."""
+    sources: list[Literal["grammar", "prediction", "suffix", "draft_model"]] | None = None
+    """Which sources to draft from; all if absent."""
+
+
 class GenerationBody(msgspec.Struct, kw_only=True):
     """What chat and text completions share. None is what an absent field means."""
 
@@ -67,6 +92,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, _BIAS] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
+    draft: DraftOptions | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -82,13 +108,6 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     def include_usage(self) -> bool:
         """Whether a stream ends with its usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
-
-
-class ContentPart(msgspec.Struct):
-    """One part of a message's content."""
-
-    type: str
-    text: str | None = None
 
 
 class FunctionCall(msgspec.Struct):
@@ -135,6 +154,7 @@ class ChatBody(GenerationBody, kw_only=True):
     """`POST /v1/chat/completions`."""
 
     messages: list[ChatMessage]
+    prediction: Prediction | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     logprobs: bool | None = None

@@ -184,6 +184,8 @@ def usage_object(usages: Sequence[Usage]) -> dict[str, Any]:
     """
     prompt = sum(usage.prompt_tokens for usage in usages)
     completion = sum(usage.completion_tokens for usage in usages)
+    counts = [count for usage in usages for count in usage.drafts]
+    predicted = [count for count in counts if count.source == "prediction"]
     told: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -191,11 +193,10 @@ def usage_object(usages: Sequence[Usage]) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)},
         "completion_tokens_details": {
             "reasoning_tokens": 0,
-            "accepted_prediction_tokens": 0,
-            "rejected_prediction_tokens": 0,
+            "accepted_prediction_tokens": sum(sum(count.accepted) for count in predicted),
+            "rejected_prediction_tokens": sum(sum(count.drafted) - sum(count.accepted) for count in predicted),
         },
     }
-    counts = [count for usage in usages for count in usage.drafts]
     if counts:
         told["speculation"] = _speculation(counts)
     return told

@@ -1,20 +1,36 @@
 """The command line: where models live, what is listed, what is refused, what the doctor says."""
 
+import io
 import json
 import logging
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from api import doctor
 from api.cli import app, home_folder
-from api.doctor import Finding, look_at_grammar, look_at_model, look_at_port, look_at_socket
-from api.launch import Launch, UsageError, settings_of
+from api.doctor import (
+    Finding,
+    look_at_drafter,
+    look_at_grammar,
+    look_at_model,
+    look_at_port,
+    look_at_socket,
+)
+from api.launch import Launch, UsageError, announce, make_backend, refuse_contradictions, settings_of
+from api.progress import display_on
+from api.service import ServedModel
 from api.sockets import Listeners
+from api.text import load_tokenizer
+from backends.fake import FakeBackend
+from backends.mlx.runtime import describe_device
 from engine.config import EngineConfig
 from tests.api.servers import RunningServer
 
@@ -113,6 +129,92 @@ def test_a_bind_that_others_can_reach_needs_a_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.0.0.2", "LOCALHOST"])
 def test_the_loopback_needs_none(host: str) -> None:
     assert settings_of(launch(host=host)).api_keys == ()
+
+
+# ---- a draft model
+
+
+def test_a_draft_model_that_could_not_draft_is_refused(tmp_path: Path) -> None:
+    mlx, fake = launch(backend="mlx", draft_model="small"), launch(draft_model="small")
+    refuse_contradictions(mlx)
+    refuse_contradictions(launch())
+    with pytest.raises(UsageError, match=r"--backend fake .* --draft-model"):
+        refuse_contradictions(fake)
+    with pytest.raises(UsageError, match=r"--draft-tokens 0 .* --draft-model"):
+        refuse_contradictions(launch(backend="mlx", draft_model="small", engine=EngineConfig(draft_tokens=0)))
+    unbindable = str(tmp_path / "absent" / "server.sock")
+    result = run("serve", "--backend", "fake", "--port", "0", "--uds", unbindable, "--draft-model", "small")
+    assert result.exit_code == 1, "before anything is bound"
+    assert "--draft-model" in result.output
+
+
+def test_the_draft_model_is_loaded_beside_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    from backends.mlx import build, pull
+
+    pulled, loaded = [], []
+    monkeypatch.setattr(pull, "pull", lambda name, *_: pulled.append(name))
+    monkeypatch.setattr(build, "load_backend", lambda *told: loaded.append((told[0], told[-1])))
+    console = Console(file=io.StringIO())
+    with closing(display_on(console)) as display:
+        for draft_model in ("smollm2-135m", "folder", None):
+            make_backend(launch(backend="mlx", model="big", draft_model=draft_model), display, console)()
+    assert pulled == ["smollm2-135m"], "of the two, what is in the catalogue"
+    assert loaded == [("big", "smollm2-135m"), ("big", "folder"), ("big", None)]
+
+
+def test_the_banner_names_the_draft_model() -> None:
+    info = FakeBackend().info
+    model = ServedModel(info, load_tokenizer(info), None)
+    for draft_model, line in (("small", "drafter  small"), (None, None)):
+        written = io.StringIO()
+        with Listeners("127.0.0.1", 0, None) as listeners:
+            announce(Console(file=written), launch(draft_model=draft_model), listeners, model)
+        assert [each for each in written.getvalue().splitlines() if "drafter" in each] == ([line] if line else [])
+
+
+def test_what_is_found_of_a_draft_model(home: Path, tmp_path: Path) -> None:
+    model = install(home, "tiny")
+    drafting = install(home, "tinier")
+    assert not look_at_drafter("tiny", str(model), home).trouble, "itself, whatever its tokenizer is"
+    (model / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 1}}}')
+    finding = look_at_drafter("tinier", "tiny", home)
+    assert (finding.trouble, "no tokenizer.json" in finding.text) == (True, True)
+    (drafting / "tokenizer.json").write_text('{"model": {"vocab": {"a": 1, "b": 0}}}')
+    assert "another vocabulary" in look_at_drafter("tinier", str(model), home).text
+    (drafting / "tokenizer.json").write_text((model / "tokenizer.json").read_text())
+    finding = look_at_drafter("tinier", "tiny", home)
+    assert (finding.what, finding.trouble, str(drafting) in finding.text) == ("drafter", False, True)
+    assert not look_at_drafter("owner/repo", "tiny", home).trouble
+    assert look_at_drafter("nonsense", "tiny", home).trouble
+    assert look_at_drafter(str(tmp_path), "tiny", home).trouble
+
+
+def test_the_doctor_looks_at_the_draft_model_where_there_is_one(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    install(home, "tiny")
+    looked: list[dict[str, object]] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(doctor, "examine", lambda **told: looked.append(told) or ())
+        run("doctor", "tiny", "--draft-model", "nonsense")
+    assert (looked[0]["model"], looked[0]["draft_model"]) == ("tiny", "nonsense")
+    findings = doctor.examine(
+        model="tiny", home=home, host="127.0.0.1", port=0, uds=None, blas="auto", draft_model="nonsense"
+    )
+    assert [(each.what, each.trouble) for each in findings if each.what in ("model", "drafter")] == [
+        ("model", False),
+        ("drafter", True),
+    ]
+
+
+def test_both_models_must_fit_in_memory(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    install(home, "tiny")
+    install(home, "tinier")
+    machine = msgspec.structs.replace(describe_device(), memory_bytes=5_000_000)
+    monkeypatch.setattr(doctor, "describe_device", lambda: machine)
+    for draft_model, trouble in ((None, False), ("tiny", False), ("tinier", True)):
+        findings = doctor.examine(
+            model="tiny", home=home, host="127.0.0.1", port=0, uds=None, blas="auto", draft_model=draft_model
+        )
+        assert [finding.trouble for finding in findings if finding.what == "memory"] == [trouble]
 
 
 # ---- doctor

@@ -121,7 +121,7 @@ def test_a_document_cut_by_its_limit_or_a_stop_string_says_so(client: httpx2.Cli
 def test_every_choice_obeys_and_drafts_do_not_show() -> None:
     body = ask("talk", n=4, seed=3, **{**json_schema(SCHEMA), "temperature": 1.3})
     told = []
-    for engine in (EngineConfig(), EngineConfig(draft_tokens=4), EngineConfig(forced_tokens=0, draft_tokens=3)):
+    for engine in (EngineConfig(), EngineConfig(draft_tokens=4), EngineConfig(draft_tokens=0)):
         with running(engine=engine) as server, server.client() as client:
             choices = client.post(CHAT, json=body).json()["choices"]
             told.append([choice["message"]["content"] for choice in choices])

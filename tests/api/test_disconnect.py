@@ -16,7 +16,7 @@ from tests.api.servers import Gated, RunningServer, eventually, running
 @pytest.fixture
 def gated() -> Iterator[tuple[RunningServer, Gated]]:
     backend = Gated()
-    with running(backend, engine=EngineConfig(max_lanes=4, round_rows=64)) as server:
+    with running(backend, engine=EngineConfig(max_lanes=4, round_rows=64, draft_tokens=0)) as server:
         yield server, backend
 
 

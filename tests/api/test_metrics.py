@@ -57,7 +57,7 @@ def test_the_names_are_vllms_under_our_prefix(client: httpx2.Client) -> None:
     counters += ["grammar_refused", "grammar_killed"]
     histograms = ["time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"]
     histograms += ["request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"]
-    histograms += ["lanes_per_round", "rows_per_round"]
+    histograms += ["lanes_per_round", "rows_per_round", "draft_rows_per_round"]
     expected = {f"paceline_{name}": "gauge" for name in gauges}
     expected |= {f"paceline_{name}_total": "counter" for name in counters}
     expected |= {f"paceline_{name}": "histogram" for name in histograms}

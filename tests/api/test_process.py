@@ -191,7 +191,7 @@ def test_a_killed_servers_socket_is_taken_over(socket_folder: Path) -> None:
         (["--backend", "torch"], "--backend"),
         (["--uds", "/nowhere/at/all.sock"], "cannot listen"),
         (["--max-lanes", "0"], "max-lanes"),
-        (["--forced-tokens", "-1"], "forced-tokens"),
+        (["--history-bytes", "-1"], "history-bytes"),
         (["--fill-seconds", "0"], "fill_seconds"),
         (["--port", "70000"], "port"),
     ],
