@@ -8,11 +8,15 @@ from types import FrameType
 import typer
 
 from deploy.bench.constrained import constrained
-from deploy.bench.copying import copy
+from deploy.bench.drafting import drafting
 from deploy.bench.everything import everything
 from deploy.bench.fake import fake
 from deploy.bench.load import load
 from deploy.bench.loop import loop
+from deploy.bench.overhead import overhead
+from deploy.bench.picture import picture
+from deploy.bench.record import record
+from deploy.bench.replay import replay
 from deploy.bench.rounds import rounds
 from deploy.bench.sampling import sampling
 from deploy.bench.schemas import schemas
@@ -22,12 +26,16 @@ SUBCOMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("load", load),
     ("serve-pair", serve_pair),
     ("loop", loop),
-    ("copy", copy),
+    ("drafting", drafting),
+    ("overhead", overhead),
     ("rounds", rounds),
     ("sampling", sampling),
     ("schemas", schemas),
     ("constrained", constrained),
     ("fake", fake),
+    ("record", record),
+    ("replay", replay),
+    ("picture", picture),
     ("all", everything),
 )
 

@@ -16,7 +16,6 @@ from deploy.bench.prompts import Prompt, draw
 from deploy.bench.report import (
     Bound,
     Spread,
-    Summary,
     bound_table,
     first_errors,
     ratios,
@@ -36,6 +35,23 @@ class Plan:
     pairs: int
     per_client: int
     load: Load
+    name: str = ""
+    """Tells it apart where several are played on the same servers."""
+    keyed: bool = False
+    """Whether each turn comes with an API key of its own, so that no server drafts from what earlier turns said."""
+
+    def key(self, level: int, pair: int) -> str:
+        """The key of one turn."""
+        return f"{self.name}-{level}-{pair}"
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Of all turns, and of the run that warms up."""
+        return (WARM_UP, *(self.key(level, pair) for level in self.levels for pair in range(self.pairs)))
+
+
+WARM_UP = "warm-up"
+"""What the run that does not count is called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +62,9 @@ class Comparison:
     ours: tuple[Run, ...]
     theirs: tuple[Run, ...]
 
-    def ratio(self, rate: Callable[[Summary], float]) -> Spread:
+    def ratio(self, rate: Callable[[Run], float]) -> Spread:
         """Ours over theirs, by pair. Raises ValueError when a run produced nothing."""
-        return ratios([rate(summarise(run)) for run in self.ours], [rate(summarise(run)) for run in self.theirs])
+        return ratios([rate(run) for run in self.ours], [rate(run) for run in self.theirs])
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +84,21 @@ def compare(ours: Command, theirs: Command, plan: Plan) -> tuple[Comparison, ...
     with ExitStack() as stack:
         sides = [stack.enter_context(running(command)) for command in (ours, theirs)]
         for side in sides:
-            _warm_up(side, plan)
-        return tuple(_compare_at(level, sides, plan) for level in plan.levels)
+            warm_up(side, plan)
+        return take_turns(sides, plan)
 
 
-def _warm_up(server: Server, plan: Plan) -> None:
+def take_turns(sides: Sequence[Server], plan: Plan) -> tuple[Comparison, ...]:
+    """All turns of all levels; `sides` are two servers that are up and warm, ours first."""
+    return tuple(_compare_at(level, sides, plan) for level in plan.levels)
+
+
+def warm_up(server: Server, plan: Plan) -> None:
     """One run that does not count: it loads the model and touches the memory that later runs use."""
     say(f"warming up {server.name}")
     load = replace(plan.load, clients=max(plan.levels))
-    run = drive_now(target_of(server), draw(plan.prompts, load.clients, start=0, label="warm-up"), load)
+    target = target_of(server, WARM_UP if plan.keyed else None)
+    run = drive_now(target, draw(plan.prompts, load.clients, start=0, label=WARM_UP), load)
     for error in first_errors(run.records):
         say(error)
 
@@ -87,20 +109,21 @@ def _compare_at(level: int, sides: Sequence[Server], plan: Plan) -> Comparison:
     runs: list[list[Run]] = [[] for _ in sides]
     for pair in range(plan.pairs):
         drawn = draw(plan.prompts, count, start=pair * count, label=f"{level}-{pair}")
+        key = plan.key(level, pair) if plan.keyed else None
         for server, of_side in zip(sides, runs, strict=True):
-            of_side.append(drive_now(target_of(server), drawn, load))
+            of_side.append(drive_now(target_of(server, key), drawn, load))
             speed = summarise(of_side[-1])
             say(
-                f"{level} clients, pair {pair + 1} of {plan.pairs}, {server.name}: "
-                f"{speed.tokens_per_s:.1f} tokens/s, decode {speed.decode_per_s:.1f}"
+                f"{plan.name} {level} clients, pair {pair + 1} of {plan.pairs}, {server.name}: "
+                f"{speed.tokens_per_s:.1f} tokens/s, decode {speed.decode_per_s:.1f}".lstrip()
             )
     ours, theirs = runs
     return Comparison(level, tuple(ours), tuple(theirs))
 
 
-def target_of(server: Server) -> Target:
-    """Where a server of this comparison listens."""
-    return Target(server.host, server.port, server.model)
+def target_of(server: Server, key: str | None = None) -> Target:
+    """Where a server of this comparison listens, and the API key to show it."""
+    return Target(server.host, server.port, server.model, key=key)
 
 
 def agreement(comparisons: Sequence[Comparison]) -> Agreement:
@@ -126,7 +149,7 @@ class Claim:
     """What a comparison sets out to show: `rate` of ours over theirs is at least `floors` at so many clients."""
 
     text: str
-    rate: Callable[[Summary], float]
+    rate: Callable[[Run], float]
     floors: Mapping[int, float]
 
     def bounds(self, comparisons: Sequence[Comparison]) -> list[Bound]:
@@ -137,24 +160,29 @@ class Claim:
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Comparisons of one plan, and what they are to show."""
+
+    name: str
+    claims: tuple[Claim, ...]
+    comparisons: tuple[Comparison, ...]
+
+
 def conclude(
-    claim: Claim,
-    comparisons: Sequence[Comparison],
-    names: tuple[str, str],
-    *,
-    same: Callable[[Agreement], bool],
-    as_json: bool,
+    parts: Sequence[Part], names: tuple[str, str], *, same: Callable[[Agreement], bool], as_json: bool
 ) -> None:
     """Report, and end the program: exit 0 when every bound holds, nothing failed and the work was the `same`."""
-    agreed = agreement(comparisons)
+    agreed = agreement([comparison for part in parts for comparison in part.comparisons])
     try:
-        bounds = claim.bounds(comparisons)
+        bounds = [bound for part in parts for claim in part.claims for bound in claim.bounds(part.comparisons)]
     except ValueError as error:
         say("\n".join([str(error), *agreed.errors]))
         raise typer.Exit(1) from None
     sides = [
-        (name, summarise(*runs))
-        for each in comparisons
+        (f"{part.name} {name}".lstrip(), summarise(*runs))
+        for part in parts
+        for each in part.comparisons
         for name, runs in zip(names, (each.ours, each.theirs), strict=True)
     ]
     notes = [

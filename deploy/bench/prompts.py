@@ -11,7 +11,10 @@ from typing import Any
 
 import msgspec
 
-from deploy.bench.texts import ORDINARY, PASSAGES
+from deploy.bench.texts import EDITS, ORDINARY, PASSAGES, ROLES, TASK_WORDS, TASKS
+
+_SHORT = 54
+"""Tokens of an ordinary answer beside copying ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,23 @@ class Prompt:
     def text(self) -> str:
         """The same as plain text, for the text-completion route."""
         return "\n\n".join(message.content for message in self.messages)
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Its own limit; None for that of the run."""
+        limit = self.fields.get("max_tokens")
+        return None if limit is None else int(limit)
+
+    @property
+    def expected(self) -> str:
+        """The text of its `prediction`; empty without one."""
+        return str(self.fields.get("prediction", {}).get("content", ""))
+
+    @property
+    def sources(self) -> tuple[str, ...] | None:
+        """The draft sources that it allows; None for all."""
+        named = self.fields.get("draft", {}).get("sources")
+        return None if named is None else tuple(named)
 
 
 class PromptFileError(Exception):
@@ -68,6 +88,54 @@ def copying_prompts() -> tuple[Prompt, ...]:
     """Each asks for a passage of about 120 tokens, word for word. No passage repeats itself."""
     ask = "Repeat the following text exactly, word for word, and add nothing of your own.\n\n"
     return tuple(_user(f"copying-{number}", ask + passage) for number, passage in enumerate(PASSAGES, start=1))
+
+
+def editing_prompts() -> tuple[Prompt, ...]:
+    """Each asks for a passage with one word changed, and expects the passage as it was."""
+    ask = "Repeat the following text exactly, but write {new} in place of {old}. Add nothing of your own.\n\n"
+    return tuple(
+        Prompt(
+            f"editing-{number}",
+            (Message("user", ask.format(old=edit.old, new=edit.new) + passage),),
+            {"prediction": {"type": "content", "content": passage}},
+        )
+        for number, (passage, edit) in enumerate(zip(PASSAGES, EDITS, strict=True), start=1)
+    )
+
+
+def roleplay_prompts() -> tuple[Prompt, ...]:
+    """Each gives the model a part to play, and says the first line to it."""
+    return tuple(
+        Prompt(f"roleplay-{number}", (Message("system", part), Message("user", line)))
+        for number, (part, line) in enumerate(ROLES, start=1)
+    )
+
+
+def mixed_prompts() -> tuple[Prompt, ...]:
+    """Copying and ordinary ones in turn. Answers to ordinary ones are shorter: else theirs alone would say how long a
+    run takes, whatever the copying lanes gain.
+    """
+    copying = copying_prompts()
+    return tuple(
+        prompt
+        for place, ordinary in enumerate(ordinary_prompts())
+        for prompt in (copying[place % len(copying)], replace(ordinary, fields={"max_tokens": _SHORT}))
+    )
+
+
+def agent_prompts() -> tuple[Prompt, ...]:
+    """Task after task of one shape with new values, a row of each shape. No prompt holds anything to copy an
+    answer from, and only earlier answers are drafted from.
+    """
+    return tuple(
+        Prompt(
+            f"agents-{shape}-{turn}",
+            (Message("user", task.format(words)),),
+            {"draft": {"sources": ["suffix"]}},
+        )
+        for shape, task in enumerate(TASKS, start=1)
+        for turn, words in enumerate(TASK_WORDS, start=1)
+    )
 
 
 def read_prompts(path: Path) -> tuple[Prompt, ...]:

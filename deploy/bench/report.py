@@ -143,7 +143,7 @@ def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
 def summary_table(title: str, rows: Sequence[tuple[str, Summary]]) -> Table:
     """One line a run or side. Milliseconds, and tokens a second."""
     columns = ("", "clients", "requests", "errors", "tokens", "tokens/s", "decode/s", *_TIME_COLUMNS)
-    table = _table(title, columns)
+    table = new_table(title, columns)
     for name, summary in rows:
         table.add_row(
             name,
@@ -165,7 +165,7 @@ def _milliseconds(times: Percentiles) -> tuple[str, ...]:
 
 def bound_table(title: str, bounds: Sequence[Bound]) -> Table:
     """One line a claim, with whether it holds."""
-    table = _table(title, ("claim", "clients", "median (min..max)", "bound", "holds"))
+    table = new_table(title, ("claim", "clients", "median (min..max)", "bound", "holds"))
     for bound in bounds:
         sign = "<=" if bound.at_most else ">="
         verdict = "yes" if bound.holds else "NO"
@@ -173,7 +173,8 @@ def bound_table(title: str, bounds: Sequence[Bound]) -> Table:
     return table
 
 
-def _table(title: str, columns: Sequence[str]) -> Table:
+def new_table(title: str, columns: Sequence[str]) -> Table:
+    """Without rows; all columns but the first are flush right."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)

@@ -4,7 +4,6 @@ Neither side is told to ignore the end of the text, because mlx-lm's server cann
 end at the same token, and the report counts the requests where they did not.
 """
 
-from operator import attrgetter
 from typing import Annotated
 
 import typer
@@ -28,11 +27,12 @@ from deploy.bench.options import (
     Timeout,
     say,
 )
-from deploy.bench.pairs import Claim, Plan, compare, conclude
+from deploy.bench.pairs import Claim, Part, Plan, compare, conclude
 from deploy.bench.prompts import PromptFileError, ordinary_prompts, read_prompts
+from deploy.bench.report import summarise
 from deploy.bench.servers import ServerError, mlx_lm, paceline
 
-CLAIM = Claim("tokens/s over mlx-lm's server", attrgetter("tokens_per_s"), {1: 1.05, 4: 1.1, 8: 1.1})
+CLAIM = Claim("tokens/s over mlx-lm's server", lambda run: summarise(run).tokens_per_s, {1: 1.05, 4: 1.1, 8: 1.1})
 
 
 def serve_pair(
@@ -66,4 +66,5 @@ def serve_pair(
         say(f"serve-pair: {error}")
         raise typer.Exit(2) from None
     names = ("paceline", "mlx-lm")
-    conclude(CLAIM, comparisons, names, same=lambda agreed: agreed.other_count == 0, as_json=json)
+    part = Part("", (CLAIM,), comparisons)
+    conclude([part], names, same=lambda agreed: agreed.other_count == 0, as_json=json)

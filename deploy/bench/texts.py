@@ -1,5 +1,7 @@
 """The words of the benchmarks' prompts, written for this project."""
 
+from typing import NamedTuple
+
 ORDINARY: tuple[str, ...] = (
     "Write a short story about a lighthouse keeper who finds a letter that was posted forty years too late.",
     "Explain step by step how a bicycle stays upright while it is moving, and why it falls over when it stops.",
@@ -141,3 +143,100 @@ PASSAGES: tuple[str, ...] = (
     "it. Ask one about failures and the evening will be long, instructive and surprisingly cheerful.",
 )
 """Passages of about 120 tokens in which no phrase comes twice: only copying makes them predictable."""
+
+
+class Edit(NamedTuple):
+    """A word of a passage, and another one for its place."""
+
+    old: str
+    new: str
+
+
+EDITS: tuple[Edit, ...] = (
+    Edit("diesel", "coffee"),
+    Edit("alcohol", "vinegar"),
+    Edit("rye", "spelt"),
+    Edit("honey", "syrup"),
+    Edit("Fridays", "Mondays"),
+    Edit("tobacco", "biscuit"),
+    Edit("salt", "sand"),
+    Edit("Tuesday", "Thursday"),
+    Edit("forty", "sixty"),
+    Edit("Red", "Amber"),
+)
+"""One for each passage, in which the old word stands once."""
+
+ROLES: tuple[tuple[str, str], ...] = (
+    (
+        "You are Captain Ilse, who runs a small mail boat between foggy islands. You are gruff, fair and proud of your "
+        "engine. Stay in character and speak in the first person.",
+        "Captain, I have missed the last ferry and my sister marries at noon. Could you take me across?",
+    ),
+    (
+        "You play the keeper of a dusty magic shop. You never lie, but you answer every question with a small warning.",
+        "I am looking for a present for my grandmother. What is in that blue bottle on the top shelf?",
+    ),
+    (
+        "Act as a detective who has retired to grow roses and would rather not take another case.",
+        "Somebody has stolen all the left shoes in our village. Nobody but you can help us, inspector!",
+    ),
+    (
+        "You are a very old robot that tends a library on the moon. Visitors are rare, and you are glad of each one.",
+        "Hello? My ship has a broken pump, and your light was the only one that I could see from above.",
+    ),
+    (
+        "Pretend to be a strict but kind riding teacher on the first day of the holidays.",
+        "I have never sat on a horse, and honestly I am a little afraid of them. How do we begin?",
+    ),
+    (
+        "You are the night clerk of a grand hotel in which something odd happens in every room.",
+        "Good evening. There is a piano in my bath, and it is playing. I would like another room, please.",
+    ),
+    (
+        "Be the mayor of a town of beavers. You are planning a dam and need everybody's vote, also that of the ducks.",
+        "Mister mayor, we ducks have heard about the dam. What will become of our quiet little bay?",
+    ),
+    (
+        "You are a patient ship's cook of the year 1720 who teaches the new cabin boy. You know nothing of later days.",
+        "I have peeled all of the turnips, cook. What is for supper, and how do you keep the bread from the rats?",
+    ),
+)
+"""Parts to play, and the first line that is spoken to them."""
+
+TASKS: tuple[str, ...] = (
+    "Write a Python class named {0.thing} with the attributes name and {0.value}, a constructor, a __repr__ method and "
+    "a to_dict method. Only code.",
+    "Write a Java class named {0.thing} with the private fields name and {0.value}, a constructor, getters and "
+    "setters. Only code.",
+    "Write a Python function named total_{0.value} that computes the sum of the {0.value} of all items of a list named "
+    "items, with a docstring and an example call. Only code.",
+)
+"""Shapes of tasks: the answers to one of them are much alike, and none of their text stands in the request."""
+
+
+class TaskWords(NamedTuple):
+    """What makes one task of a shape differ from the next."""
+
+    thing: str
+    value: str
+
+
+TASK_WORDS: tuple[TaskWords, ...] = (
+    TaskWords("Boat", "length"),
+    TaskWords("Ticket", "price"),
+    TaskWords("Lamp", "height"),
+    TaskWords("Bicycle", "weight"),
+    TaskWords("House", "rent"),
+    TaskWords("Garden", "width"),
+    TaskWords("Parcel", "postage"),
+    TaskWords("Teacher", "age"),
+    TaskWords("River", "depth"),
+    TaskWords("Camera", "zoom"),
+    TaskWords("Recipe", "minutes"),
+    TaskWords("Tunnel", "span"),
+    TaskWords("Song", "tempo"),
+    TaskWords("Planet", "radius"),
+    TaskWords("Letter", "stamps"),
+    TaskWords("Stove", "heat"),
+)
+"""As many as one run asks for."""

@@ -1,7 +1,8 @@
 """A stand-in for the `paceline` command: an OpenAI-shaped server whose speed the tests choose.
 
 `serve ... --port N [--draft-tokens N] [--lie]`: it answers with the last words of the prompt, one event a token. With
-drafts it is four times as fast; with --lie its drafts also change the answer. SIGTERM ends it with exit code 0.
+drafts (8, if it is not told) it is four times as fast; with --lie its drafts also change the answer. SIGTERM ends it
+with exit code 0.
 """
 
 import json
@@ -18,7 +19,7 @@ def option(name: str, default: str) -> str:
 
 
 PORT = int(option("--port", "0"))
-DRAFTS = int(option("--draft-tokens", "0"))
+DRAFTS = int(option("--draft-tokens", "8"))
 LIES = "--lie" in sys.argv and DRAFTS > 0
 PAUSE_S = 0.001 if DRAFTS else 0.004
 

@@ -26,8 +26,8 @@ def program(tmp_path: Path) -> Path:
     return path
 
 
-def copy(program: Path, tmp_path: Path, *words: object) -> tuple[int, dict[str, Any]]:
-    done = bench("copy", tmp_path, "--paceline", program, "--pairs", 2, "--max-tokens", 40, "--json", *words)
+def drafting(program: Path, tmp_path: Path, *words: object) -> tuple[int, dict[str, Any]]:
+    done = bench("drafting", tmp_path, "--paceline", program, "--pairs", 2, "--max-tokens", 40, "--json", *words)
     facts = json.loads(done.stdout)
     assert isinstance(facts, dict)
     return done.exit_code, facts
@@ -37,31 +37,58 @@ def test_every_subcommand_explains_itself() -> None:
     for name, _ in SUBCOMMANDS:
         done = bench(name, "--help")
         assert done.exit_code == 0
-        assert name == "all" or "--json" in done.stdout
+        assert name in ("all", "record", "picture") or "--json" in done.stdout
 
 
-def test_copy_sees_that_drafts_pay(program: Path, tmp_path: Path) -> None:
-    exit_code, facts = copy(program, tmp_path, "--clients", 1, "--clients", 4)
+def test_drafting_sees_that_drafts_pay(program: Path, tmp_path: Path) -> None:
+    exit_code, facts = drafting(program, tmp_path, "--only", "copying", "--clients", 1, "--clients", 4)
     assert exit_code == 0
-    assert [(bound["clients"], bound["bound"]) for bound in facts["bounds"]] == [(1, 1.35), (4, 1.6)]
-    assert all(1.6 < bound["measured"]["median"] < 8 for bound in facts["bounds"])
+    assert [(bound["clients"], bound["bound"]) for bound in facts["bounds"]] == [(1, 1.8), (4, 1.8)]
+    assert all(1.8 < bound["measured"]["median"] < 8 for bound in facts["bounds"])
     assert facts["agreement"] == {"requests": 10, "failed": 0, "other_count": 0, "other_text": 0, "errors": []}
-    assert [side["name"] for side in facts["sides"]] == ["6 drafts", "no drafts"] * 2
+    assert [side["name"] for side in facts["sides"]] == ["copying drafting", "copying no drafts"] * 2
     assert [side["summary"]["tokens"] for side in facts["sides"]] == [80, 80, 320, 320]
 
 
-def test_copy_does_not_accept_another_text(program: Path, tmp_path: Path) -> None:
-    exit_code, facts = copy(program, tmp_path, "--clients", 1, "--arg", "--lie")
+def test_a_scenario_may_have_two_claims_and_all_are_played_on_the_same_servers(program: Path, tmp_path: Path) -> None:
+    _, facts = drafting(program, tmp_path, "--clients", 8, "--pairs", 1)
+    claims = [(bound["claim"].partition(":")[0], bound["bound"]) for bound in facts["bounds"]]
+    assert claims == [
+        ("ordinary", 0.98),
+        ("copying", 1.5),
+        ("editing with a prediction", 1.5),
+        ("half copying, half ordinary", 1.2),
+        ("half copying, half ordinary", 0.95),
+    ]
+    assert facts["agreement"]["requests"] == 4 * 8
+    assert len(facts["sides"]) == 4 * 2
+
+
+def test_agents_take_several_turns(program: Path, tmp_path: Path) -> None:
+    _, facts = drafting(program, tmp_path, "--only", "agents", "--pairs", 1)
+    assert [(bound["clients"], bound["bound"]) for bound in facts["bounds"]] == [(4, 1.2)]
+    assert facts["agreement"]["requests"] == 16
+
+
+def test_drafting_does_not_accept_another_text(program: Path, tmp_path: Path) -> None:
+    exit_code, facts = drafting(program, tmp_path, "--only", "copying", "--clients", 1, "--arg", "--lie")
     assert exit_code == 1
     assert facts["agreement"]["other_text"] == 2
 
 
-def test_copy_does_not_accept_a_ratio_below_its_bound(program: Path, tmp_path: Path) -> None:
-    """Both sides are given drafts in the end, so neither is faster."""
-    exit_code, facts = copy(without_pauses(program), tmp_path, "--clients", 1)
+def test_drafting_does_not_accept_a_ratio_below_its_bound(program: Path, tmp_path: Path) -> None:
+    """Neither side pauses for less, so neither is faster."""
+    exit_code, facts = drafting(without_pauses(program), tmp_path, "--only", "copying", "--clients", 1)
     assert exit_code == 1
-    assert facts["bounds"][0]["measured"]["median"] < 1.35
+    assert facts["bounds"][0]["measured"]["median"] < 1.8
     assert facts["agreement"]["other_text"] == 0
+
+
+@pytest.mark.parametrize("words", [("--only", "copy"), ("--only", "agents", "--clients", "3")])
+def test_drafting_plays_no_other_scenarios(tmp_path: Path, words: tuple[str, ...]) -> None:
+    done = bench("drafting", tmp_path, *words)
+    assert done.exit_code == 2
+    assert "no scenario" in done.stderr
 
 
 def without_pauses(program: Path) -> Path:
@@ -70,7 +97,7 @@ def without_pauses(program: Path) -> Path:
 
 
 def test_a_server_that_does_not_start_ends_the_bench_with_exit_code_2(program: Path, tmp_path: Path) -> None:
-    done = bench("copy", tmp_path, "--paceline", program, "--arg", "--broken")
+    done = bench("drafting", tmp_path, "--paceline", program, "--arg", "--broken")
     assert done.exit_code == 2
     assert "cannot load the model" in done.stderr
 
