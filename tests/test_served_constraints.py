@@ -97,7 +97,7 @@ def drafting(smollm2: Path) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def plain(smollm2: Path) -> Iterator[Served]:
-    with serving(smollm2, "--draft-tokens", "0", "--forced-tokens", "0", "--max-lanes", "1") as served:
+    with serving(smollm2, "--draft-tokens", "0", "--max-lanes", "1") as served:
         yield served
 
 
