@@ -72,6 +72,9 @@ def serve(
     draft_tokens: Annotated[
         int, typer.Option(min=0, help="The most tokens to draft for a lane in a round, where it pays; 0: off.")
     ] = _ENGINE.draft_tokens,
+    pace: Annotated[
+        bool, typer.Option(help="Verify only drafts that pay; --no-pace: all that there are, for measurements.")
+    ] = _ENGINE.paced,
     history_bytes: Annotated[
         int, typer.Option(min=0, help="Memory for texts that later requests are drafted from; 0: off.")
     ] = _ENGINE.history_bytes,
@@ -116,7 +119,9 @@ def serve(
             served_name=served_name,
             max_body_bytes=max_body_bytes,
             drain_seconds=drain_seconds,
-            engine=EngineConfig(max_lanes, round_rows, draft_tokens, inter_token_seconds, history_bytes, fill_seconds),
+            engine=EngineConfig(
+                max_lanes, round_rows, draft_tokens, pace, inter_token_seconds, history_bytes, fill_seconds
+            ),
             grammars=Limits(seconds=grammar_seconds, cache_bytes=grammar_cache_bytes),
         )
         outcome = run(launch, Console())

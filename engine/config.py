@@ -15,6 +15,8 @@ class EngineConfig(msgspec.Struct, frozen=True):
     """The most rows of one round: decode rows, drafts and prefill rows together."""
     draft_tokens: int = 8
     """The most tokens drafted for a lane in a round; 0 turns drafting off. How many pay is found out round by round."""
+    paced: bool = True
+    """Whether only drafts that pay are verified; else all that there are, for measurements."""
     inter_token_seconds: float = 0.25
     """How long a round may take while others decode, as far as prefill rows make it long; 0 for any time."""
     history_bytes: int = 64 << 20

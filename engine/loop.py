@@ -13,7 +13,7 @@ from engine.executor import Executor, FlyingRound
 from engine.messages import Cancel, Message, Submit
 from scheduler.draft import DraftSource
 from scheduler.events import Event
-from scheduler.pace import Pace, Planner
+from scheduler.pace import Headlong, Pace, Planner
 from scheduler.round import Round
 from scheduler.scheduler import Limits, Scheduler
 from scheduler.stats import Stats
@@ -38,7 +38,7 @@ class Loop:
     ) -> None:
         """`pace` decides what is drafted; None for the one that learns from this loop's own rounds."""
         limits = Limits(config.max_lanes, config.round_rows, config.draft_tokens, config.inter_token_seconds)
-        self._scheduler = Scheduler(limits, pace or _pace(backend.info))
+        self._scheduler = Scheduler(limits, pace or (_pace(backend.info) if config.paced else Headlong()))
         constraints = Constraints(backend.info.vocab_size, config.fill_seconds)
         forced = [ForcedText(constraints)] if config.draft_tokens else []
         drafters = backend.drafters if config.draft_tokens else ()

@@ -252,6 +252,46 @@ class Pace:
         self.survival.forget(request_id)
 
 
+class Headlong:
+    """A `Planner` that drafts whatever there is, the first offer of each lane: for measurements, and for tests that
+    want drafts whatever they cost.
+    """
+
+    def choose(self, lanes: Sequence[LaneOffers], prefill: RoundShape, rows: int) -> dict[str, Choice]:  # noqa: ARG002
+        """As much as there is room for, lane by lane."""
+        chosen: dict[str, Choice] = {}
+        for lane in lanes:
+            draft = lane.offers[0].draft.cut(min(lane.budget, rows)) if lane.offers else Draft()
+            rows -= len(draft.tokens)
+            if draft.tokens:
+                chosen[lane.request_id] = Choice(lane.offers[0].source, draft, (1.0,) * len(draft.tokens))
+        return chosen
+
+    def would_draft(self, lanes: Sequence[LaneOffers]) -> bool:
+        """Wherever somebody has a guess."""
+        return any(lane.offers for lane in lanes)
+
+    def depth(self, source: str, lanes: Sequence[LaneOffers], asking: Set[str]) -> int:  # noqa: ARG002
+        """As deep as anybody may."""
+        return max((lane.budget for lane in lanes if lane.request_id in asking), default=0)
+
+    def asked(self, source: str, lanes: int, depth: int, seconds: float) -> None:
+        """Learns nothing."""
+
+    def rows_within(self, seconds: float) -> int:  # noqa: ARG002
+        """Any number."""
+        return ROWS[-1]
+
+    def observe(self, lane: LaneOffers, came: Sequence[int]) -> None:
+        """Learns nothing."""
+
+    def timed(self, shape: RoundShape, seconds: float) -> None:
+        """Learns nothing."""
+
+    def forget(self, request_id: str) -> None:
+        """Knows nothing."""
+
+
 class _Step(msgspec.Struct, frozen=True):
     """What could be added to a round next: tokens it may gain, rows and keys it costs, how long drafts are with it."""
 

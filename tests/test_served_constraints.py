@@ -91,7 +91,7 @@ def ask(served: Served, name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def drafting(smollm2: Path) -> Iterator[Served]:
-    with serving(smollm2, "--draft-tokens", "5", "--max-lanes", "16") as served:
+    with serving(smollm2, "--draft-tokens", "5", "--no-pace", "--max-lanes", "16") as served:
         yield served
 
 

@@ -16,13 +16,12 @@ from engine.loop import Loop
 from engine.messages import Cancel, Finish, Message, Submit
 from scheduler.draft import Draft, DraftAsk, DraftSource
 from scheduler.events import Event, Finished, TokenLogprob, Tokens
-from scheduler.pace import Planner
+from scheduler.pace import Headlong, Planner
 from scheduler.request import FinishReason, Request
 from scheduler.round import Drawn, History, Window
 from scheduler.stats import Stats
 from scheduler.suffix import SuffixDrafts
 from tests.engine.grammars import WORDS, Chart, ChartMatcher
-from tests.scheduler.plain import Eager
 
 PATIENCE = 5000
 """Steps after which a run that should have ended has hung."""
@@ -423,7 +422,7 @@ def serve(
     mail = Mail(served)
     ladder = sources_named(sources, texts, seed)
     served.prophets = [source for source in ladder if isinstance(source, Prophet)]
-    loop = Loop(backend, config, sources=ladder, mailbox=mail, clock=lambda: float(mail.looks), pace=pace or Eager())
+    loop = Loop(backend, config, sources=ladder, mailbox=mail, clock=lambda: float(mail.looks), pace=pace or Headlong())
     for _ in range(PATIENCE):
         if loop.idle and mail.looks > mail.last:
             served.stats = loop.stats()

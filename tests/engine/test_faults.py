@@ -14,10 +14,10 @@ from engine.loop import Loop
 from engine.messages import Cancel, Finish, Message, Submit
 from scheduler.draft import Draft, DraftAsk
 from scheduler.events import Finished, Tokens
+from scheduler.pace import Headlong
 from scheduler.request import FinishReason, Request, Sampling
 from scheduler.suffix import SuffixDrafts
 from tests.engine.served import Guest, Leave, Served, Step, StopString, Terse, decode, serve
-from tests.scheduler.plain import Eager
 
 STOPS = frozenset({EOS})
 NEXT = Guest(Request("next", (7, 7, 9), 20, Sampling(1.0, 5), STOPS), arrives=300)
@@ -265,7 +265,7 @@ def test_a_draft_source_that_raises_costs_its_drafts_and_nothing_else() -> None:
         sources=(Broken(), SuffixDrafts()),
         mailbox=lambda: [mail.pop(0) for _ in range(len(mail))],
         clock=lambda: 0.0,
-        pace=Eager(),
+        pace=Headlong(),
     )
     told: dict[str, list[int]] = {guest.request.request_id: [] for guest in guests}
     while mail or not loop.idle:

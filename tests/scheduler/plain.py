@@ -1,11 +1,7 @@
-"""What plain decoding would have made of a round, token by token: the oracle of the acceptance walk. And a planner that
-holds nothing back.
-"""
+"""What plain decoding would have made of a round, token by token: the oracle of the acceptance walk."""
 
 from collections.abc import Sequence, Set
 
-from scheduler.cost import RoundShape
-from scheduler.pace import Choice, LaneOffers
 from scheduler.request import FinishReason
 from scheduler.round import Acceptance
 
@@ -29,38 +25,3 @@ def replay(draft: Sequence[int], drawn: Sequence[int], stop_tokens: Set[int], re
             return Acceptance(tuple(emitted), accepted, FinishReason.LENGTH)
         if not foreseen:
             return Acceptance(tuple(emitted), accepted)
-
-
-class Eager:
-    """A `Planner` that drafts whatever there is, the first offer of each lane."""
-
-    def choose(self, lanes: Sequence[LaneOffers], prefill: RoundShape, rows: int) -> dict[str, Choice]:
-        chosen: dict[str, Choice] = {}
-        for lane in lanes:
-            if lane.offers:
-                draft = lane.offers[0].draft.cut(min(lane.budget, rows))
-                rows -= len(draft.tokens)
-                if draft.tokens:
-                    chosen[lane.request_id] = Choice(lane.offers[0].source, draft, (1.0,) * len(draft.tokens))
-        return chosen
-
-    def would_draft(self, lanes: Sequence[LaneOffers]) -> bool:
-        return any(lane.offers for lane in lanes)
-
-    def depth(self, source: str, lanes: Sequence[LaneOffers], asking: Set[str]) -> int:
-        return max((lane.budget for lane in lanes if lane.request_id in asking), default=0)
-
-    def asked(self, source: str, lanes: int, depth: int, seconds: float) -> None:
-        """Learns nothing."""
-
-    def rows_within(self, seconds: float) -> int:
-        return 1024
-
-    def observe(self, lane: LaneOffers, came: Sequence[int]) -> None:
-        """Learns nothing."""
-
-    def timed(self, shape: RoundShape, seconds: float) -> None:
-        """Learns nothing."""
-
-    def forget(self, request_id: str) -> None:
-        """Knows nothing."""

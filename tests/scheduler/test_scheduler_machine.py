@@ -10,11 +10,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from scheduler.draft import Draft
 from scheduler.events import Event, Finished, Tokens
-from scheduler.pace import Offer
+from scheduler.pace import Headlong, Offer
 from scheduler.request import DraftCount, FinishReason, Request, Sampling
 from scheduler.round import Drawn, LaneResult, Round, Window
 from scheduler.scheduler import Limits, Scheduler
-from tests.scheduler.plain import Eager, replay
+from tests.scheduler.plain import replay
 
 EOS = 5
 TOKENS = st.integers(0, EOS)
@@ -102,7 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def begin(self, lanes: int, more_rows: int, draft_tokens: int) -> None:
         self.limits = Limits(lanes, lanes + more_rows, draft_tokens)
-        self.scheduler = Scheduler(self.limits, Eager())
+        self.scheduler = Scheduler(self.limits, Headlong())
 
     def tick(self) -> float:
         self.now += 1.0

@@ -20,11 +20,11 @@ from engine.loop import Loop
 from engine.messages import Message, Submit
 from scheduler.draft import Draft, DraftAsk, DraftSource
 from scheduler.events import Finished, TokenLogprob, Tokens
+from scheduler.pace import Headlong
 from scheduler.request import Request, Sampling
 from scheduler.round import Window
 from scheduler.stats import Stats
 from tests.backends.mlx.windows import GREEDY
-from tests.scheduler.plain import Eager
 
 MOST_STEPS = 2000
 NEAR_TIE = 1e-3
@@ -204,7 +204,7 @@ def serve(
         del pending[: len(due)]
         return due
 
-    loop = Loop(backend, config, sources=sources, mailbox=mailbox, clock=lambda: float(steps), pace=Eager())
+    loop = Loop(backend, config, sources=sources, mailbox=mailbox, clock=lambda: float(steps), pace=Headlong())
     tokens: dict[str, tuple[int, ...]] = {}
     logprobs: dict[str, tuple[TokenLogprob, ...]] = {}
     finished: dict[str, Finished] = {}
