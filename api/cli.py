@@ -120,7 +120,13 @@ def serve(
             max_body_bytes=max_body_bytes,
             drain_seconds=drain_seconds,
             engine=EngineConfig(
-                max_lanes, round_rows, draft_tokens, pace, inter_token_seconds, history_bytes, fill_seconds
+                max_lanes=max_lanes,
+                round_rows=round_rows,
+                draft_tokens=draft_tokens,
+                paced=pace,
+                inter_token_seconds=inter_token_seconds,
+                history_bytes=history_bytes,
+                fill_seconds=fill_seconds,
             ),
             grammars=Limits(seconds=grammar_seconds, cache_bytes=grammar_cache_bytes),
         )

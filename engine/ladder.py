@@ -73,9 +73,7 @@ class Ladder:
             if len(drafts) == len(asks):
                 return drafts
             _log.error("the draft source %s gave %d drafts for %d lanes", source.name, len(drafts), len(asks))
-        except (
-            Exception
-        ):  # the named boundary of a draft source: a round without its guesses is as right as one with them
+        except Exception:  # the named boundary of a draft source: without its guesses a round is as right as with them
             _log.exception("the draft source %s failed", source.name)
         return [self._propose_one(source, ask) for ask in asks]
 

@@ -1,25 +1,19 @@
 """What the tokens of a model stand for, as bytes, and how its own tokenizer splits a text that goes on.
 
-Owns the reading of a tokenizer's decoder: byte-level BPE, SentencePiece's way (a mark for the space, byte fallback),
-and plain text. Must not know grammars.
+Must not know grammars.
 """
 
 import hashlib
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from backends.base import ModelInfo
+from backends.spelling import spelling_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_SPACE_MARK = "\u2581"
-"""SentencePiece's sign for a space."""
-_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ANCHOR = "\n"
 """Stands before a text that goes on, where a tokenizer adds a space to whatever begins one."""
 
@@ -80,8 +74,7 @@ def load_vocabulary(info: ModelInfo) -> Vocabulary:
     codec = Tokenizer.from_file(str(file))
     codec.no_truncation()
     codec.no_padding()
-    decoder = msgspec.json.decode(file.read_bytes()).get("decoder")
-    read = _token_reader(set(_decoder_types(decoder)), decoder)
+    read = spelling_of(codec)
     added = codec.get_added_tokens_decoder()
     tokens_by_id = {token: read(text) for text, token in codec.get_vocab(with_added_tokens=False).items()}
     tokens_by_id.update({token: b"" if entry.special else entry.content.encode() for token, entry in added.items()})
@@ -91,44 +84,3 @@ def load_vocabulary(info: ModelInfo) -> Vocabulary:
 def _padded(tokens: dict[int, bytes], info: ModelInfo) -> list[bytes]:
     """One entry per logit; end-of-sequence tokens have no text."""
     return [b"" if token in info.eos_tokens else tokens.get(token, b"") for token in range(info.vocab_size)]
-
-
-def _decoder_types(decoder: Any) -> Iterator[str]:
-    if isinstance(decoder, dict):
-        yield str(decoder.get("type"))
-        for part in decoder.get("decoders", ()):
-            yield from _decoder_types(part)
-
-
-def _token_reader(types: set[str], decoder: Any) -> "Any":
-    """From the text of a vocabulary entry to its bytes."""
-    if "ByteLevel" in types:
-        table = _byte_level_table()
-
-        def byte_level(text: str) -> bytes:
-            found = [table.get(character) for character in text]
-            return text.encode() if None in found else bytes(byte for byte in found if byte is not None)
-
-        return byte_level
-    unknown = types - {"Sequence", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
-    if unknown:
-        raise ValueError(f"a tokenizer with the decoder {min(unknown)} cannot be constrained")
-    marked = "Metaspace" in types or ("Replace" in types and _SPACE_MARK in repr(decoder))
-    fallback = "ByteFallback" in types
-
-    def plain(text: str) -> bytes:
-        piece = _BYTE_PIECE.fullmatch(text) if fallback else None
-        if piece is not None:
-            return bytes([int(piece[1], 16)])
-        return (text.replace(_SPACE_MARK, " ") if marked else text).encode()
-
-    return plain
-
-
-def _byte_level_table() -> dict[str, int]:
-    """GPT-2's characters for bytes: printable Latin-1 stands for itself, the others are numbered from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    table = {chr(byte): byte for byte in printable}
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    table.update({chr(0x100 + index): byte for index, byte in enumerate(others)})
-    return table

@@ -103,13 +103,32 @@ class LaneStore:
                 layer.apply(change)
 
 
-class PackedForward:
+class StoredForward:
+    """What both forwards do with the lanes' seats."""
+
+    def __init__(self, store: LaneStore) -> None:
+        self._store = store
+
+    def release(self, slot: int) -> None:
+        """Give a lane's seat back. Idempotent."""
+        self._store.release(slot)
+
+    def reset(self) -> None:
+        """Give all seats back."""
+        self._store.reset()
+
+    def buffers(self) -> list[mx.array]:
+        """All cache arrays."""
+        return self._store.arrays()
+
+
+class PackedForward(StoredForward):
     """One forward over `[rows, 1]` tokens: real rows only, attention per rectangle."""
 
     def __init__(self, model: nn.Module, head: HeadRows, shapes: Sequence[LayerShape], attention: Attention) -> None:
         self._model = model
         self._head = head
-        self._store = LaneStore(shapes, together=False)
+        super().__init__(LaneStore(shapes, together=False))
         self._caches = [PackedCache(layer, attention) for layer in self._store.layers]
 
     def run(self, windows: Sequence[Window], carried: Draws | None) -> Verified:
@@ -126,26 +145,14 @@ class PackedForward:
         logits = _logits(self._model, self._head, tokens, self._caches, rows, layout.rows)
         return Verified(logits if rows else None, sampled)
 
-    def release(self, slot: int) -> None:
-        """Give a lane's seat back. Idempotent."""
-        self._store.release(slot)
 
-    def reset(self) -> None:
-        """Give all seats back."""
-        self._store.reset()
-
-    def buffers(self) -> list[mx.array]:
-        """All cache arrays."""
-        return self._store.arrays()
-
-
-class PaddedForward:
+class PaddedForward(StoredForward):
     """One right-padded `[lanes, width]` forward for the decode windows, and another for the prefill chunks."""
 
     def __init__(self, model: nn.Module, head: HeadRows, shapes: Sequence[LayerShape]) -> None:
         self._model = model
         self._head = head
-        self._store = LaneStore(shapes, together=True)
+        super().__init__(LaneStore(shapes, together=True))
         self._caches = [PaddedCache(layer) for layer in self._store.layers]
 
     def run(self, windows: Sequence[Window], carried: Draws | None) -> Verified:
@@ -172,18 +179,6 @@ class PaddedForward:
         tokens = _padded_tokens(ordered, width, carried)
         logits = _logits(self._model, self._head, tokens, self._caches, rows, layout.lanes * width)
         return Verified(logits if rows else None, sampled)
-
-    def release(self, slot: int) -> None:
-        """Give a lane's seat back. Idempotent."""
-        self._store.release(slot)
-
-    def reset(self) -> None:
-        """Give all seats back."""
-        self._store.reset()
-
-    def buffers(self) -> list[mx.array]:
-        """All cache arrays."""
-        return self._store.arrays()
 
 
 def _sampled_rows(

@@ -1,0 +1,49 @@
+"""How much of a round prefill gets: what the time between two tokens leaves it while others decode; never nothing."""
+
+import pytest
+
+from scheduler.pace import Headlong
+from scheduler.request import Request
+from scheduler.scheduler import Limits, Scheduler
+
+
+class Priced(Headlong):
+    """A machine on which a round of so many rows takes a tenth of a second."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+
+    def rows_within(self, seconds: float) -> int:
+        assert seconds == 0.1
+        return self._rows
+
+
+def chunk_rows(rows_within: int, *, decoding: int, inter_token: float = 0.1, draft_tokens: int = 0) -> int:
+    """The rows of a newcomer's first chunk, beside lanes that decode."""
+    scheduler = Scheduler(Limits(8, 64, draft_tokens, inter_token), Priced(rows_within))
+    for lane in range(decoding):
+        scheduler.submit(Request(f"decodes {lane}", (1,), 50), 0.0)
+    scheduler.submit(Request("reads", tuple(range(500)), 50), 0.0)
+    planned = scheduler.plan(0.0)
+    assert planned is not None
+    assert sum(window.samples for window in planned.windows) == decoding
+    (chunk,) = (window for window in planned.windows if not window.samples)
+    return chunk.rows
+
+
+@pytest.mark.parametrize(
+    ("rows_within", "decoding", "rows"),
+    [(40, 1, 39), (40, 4, 36), (1000, 1, 63), (18, 1, 17), (17, 1, 16), (1, 1, 16), (1, 7, 16)],
+)
+def test_while_others_decode_a_round_stays_short(rows_within: int, decoding: int, rows: int) -> None:
+    assert chunk_rows(rows_within, decoding=decoding) == rows
+
+
+def test_alone_or_without_a_limit_prefill_takes_all_that_there_is() -> None:
+    assert chunk_rows(20, decoding=0) == 64
+    assert chunk_rows(20, decoding=4, inter_token=0.0) == 60
+
+
+def test_drafts_and_prefill_share_by_halves() -> None:
+    assert chunk_rows(1000, decoding=4, draft_tokens=2) == 60 - 8
+    assert chunk_rows(1000, decoding=4, draft_tokens=20) == 30
