@@ -45,7 +45,7 @@ def main(folder: str) -> None:
     mail: deque[Message] = deque()
     loop = Loop(
         backend,
-        EngineConfig(),
+        EngineConfig(draft_tokens=0),
         sources=(),
         mailbox=lambda: [mail.popleft() for _ in range(len(mail))],
         clock=time.monotonic,

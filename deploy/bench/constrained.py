@@ -70,7 +70,12 @@ def constrained(
     """Compare a crowd of which half is constrained with one that is free."""
     warn_if_busy()
     load = Load(clients=clients, max_tokens=max_tokens, ignore_eos=True, timeout_s=timeout, limit_s=limit)
-    command = paceline(str(program), str(model.resolve()), tuple(arguments or ()))
+    words = (
+        "--history-bytes",
+        "0",
+        *(arguments or ()),
+    )  # the prompts come again: no run is drafted from an earlier one
+    command = paceline(str(program), str(model.resolve()), words)
     try:
         with running(command) as server:
             target = target_of(server)

@@ -89,12 +89,13 @@ def loop(
     limit: Limit = 600.0,
     json: Json = False,
 ) -> None:
-    """Compare serving with the bare loop, end to end."""
+    """Compare serving with the bare loop, end to end, plain decoding on both sides."""
     warn_if_busy()
     folder = model.resolve()
     load = Load(clients=1, max_tokens=max_tokens, timeout_s=timeout, limit_s=limit)
     try:
-        with running(paceline(str(program), str(folder), arguments or ())) as server, bare_loop(folder) as bare:
+        command = paceline(str(program), str(folder), ("--draft-tokens", "0", *(arguments or ())))
+        with running(command) as server, bare_loop(folder) as bare:
             levels = tuple(clients or CLIENTS)
             _pair(server, bare, max(levels), per_client, load, "warm-up")
             bounds = [_bound(server, bare, level, pairs, per_client, load) for level in levels]

@@ -50,7 +50,10 @@ def serve_pair(
     limit: Limit = 600.0,
     json: Json = False,
 ) -> None:
-    """Compare `paceline serve` with mlx-lm's server, end to end."""
+    """Compare `paceline serve` with mlx-lm's server, end to end, plain decoding on both sides.
+
+    The prompts come again in later pairs: with drafts on, one pair's answers would be drafted from those before.
+    """
     try:
         folder = model.resolve() if as_is else float32_copy(model, cache_dir)
         texts = ordinary_prompts() if prompts is None else read_prompts(prompts)
@@ -61,7 +64,9 @@ def serve_pair(
             per_client=per_client,
             load=Load(clients=1, max_tokens=max_tokens, timeout_s=timeout, limit_s=limit),
         )
-        comparisons = compare(paceline(str(program), str(folder), arguments or ()), mlx_lm(folder), plan)
+        comparisons = compare(
+            paceline(str(program), str(folder), ("--draft-tokens", "0", *(arguments or ()))), mlx_lm(folder), plan
+        )
     except (ConversionError, PromptFileError, ServerError) as error:
         say(f"serve-pair: {error}")
         raise typer.Exit(2) from None
