@@ -13,8 +13,12 @@ FIRST_PROBE = 16
 """Rounds after which the other way is tried for one round."""
 LAST_PROBE = 512
 """Probes that lose double the wait for the next one, up to this."""
+SOON = 4
+"""Rounds after which the way that was just left is tried again: what made it look slow may have been a hiccup."""
 _WEIGHT = 0.3
 """Share of the newest round in a way's running mean."""
+_OUTLIER = 3.0
+"""A round so many times as long as its way's mean counts as that: one hiccup shall not drive a good way out."""
 
 
 class _Ways:
@@ -61,11 +65,13 @@ class ThreadChoice:
         if mean is None:
             ways.seconds[threads] = seconds
             return
-        probed = threads != ways.best()
-        won = probed and seconds < ways.seconds[ways.best()]
-        ways.seconds[threads] = seconds if won else mean + _WEIGHT * (seconds - mean)
-        if probed:
-            ways.wait = FIRST_PROBE if won else min(2 * ways.wait, LAST_PROBE)
+        best = ways.best()
+        won = threads != best and seconds < ways.seconds[best]
+        ways.seconds[threads] = seconds if won else mean + _WEIGHT * (min(seconds, _OUTLIER * mean) - mean)
+        if ways.best() != best:
+            ways.wait, ways.waited = (FIRST_PROBE if won else SOON), 0
+        elif threads != best:
+            ways.wait = min(2 * ways.wait, LAST_PROBE)
 
 
 class _Flight:
