@@ -79,6 +79,9 @@ def _user(name: str, content: str) -> Prompt:
     return Prompt(name, (Message("user", content),))
 
 
+_REPEAT = "Repeat the following text exactly, word for word, and add nothing of your own.\n\n"
+
+
 def ordinary_prompts() -> tuple[Prompt, ...]:
     """Writing, reasoning, code and questions; 20 to 200 tokens each; long answers."""
     return tuple(_user(f"ordinary-{number}", text) for number, text in enumerate(ORDINARY, start=1))
@@ -86,21 +89,29 @@ def ordinary_prompts() -> tuple[Prompt, ...]:
 
 def copying_prompts() -> tuple[Prompt, ...]:
     """Each asks for a passage of about 120 tokens, word for word. No passage repeats itself."""
-    ask = "Repeat the following text exactly, word for word, and add nothing of your own.\n\n"
-    return tuple(_user(f"copying-{number}", ask + passage) for number, passage in enumerate(PASSAGES, start=1))
+    return tuple(_user(f"copying-{number}", _REPEAT + passage) for number, passage in enumerate(PASSAGES, start=1))
 
 
 def editing_prompts() -> tuple[Prompt, ...]:
-    """Each asks for a passage with one word changed, and expects the passage as it was."""
-    ask = "Repeat the following text exactly, but write {new} in place of {old}. Add nothing of your own.\n\n"
+    """Each asks for a passage, and expects it as it was before an edit: with another word, and without its fourth
+    sentence. A small model that is told to edit writes something else, so the edit stands in the passage already;
+    only the prediction is drafted from, as copying from the prompt would say nothing of it.
+    """
     return tuple(
-        Prompt(
-            f"editing-{number}",
-            (Message("user", ask.format(old=edit.old, new=edit.new) + passage),),
-            {"prediction": {"type": "content", "content": passage}},
+        replace(
+            _user(f"editing-{number}", _REPEAT + passage.replace(edit.old, edit.new)),
+            fields={
+                "prediction": {"type": "content", "content": _without_fourth_sentence(passage)},
+                "draft": {"sources": ["prediction"]},
+            },
         )
         for number, (passage, edit) in enumerate(zip(PASSAGES, EDITS, strict=True), start=1)
     )
+
+
+def _without_fourth_sentence(passage: str) -> str:
+    sentences = passage.split(". ")
+    return ". ".join(sentences[:3] + sentences[4:])
 
 
 def roleplay_prompts() -> tuple[Prompt, ...]:

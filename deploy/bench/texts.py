@@ -164,7 +164,7 @@ EDITS: tuple[Edit, ...] = (
     Edit("forty", "sixty"),
     Edit("Red", "Amber"),
 )
-"""One for each passage, in which the old word stands once."""
+"""One for each passage, in which the old word stands once, and not in the fourth sentence."""
 
 ROLES: tuple[tuple[str, str], ...] = (
     (

@@ -35,13 +35,16 @@ def test_no_two_requests_of_a_run_are_alike(scenario: Scenario) -> None:
             assert len({prompt.text for prompt in drawn}) == count
 
 
-def test_an_edit_changes_one_word_of_its_passage_and_the_passage_is_what_is_expected() -> None:
+def test_what_is_expected_of_an_edit_lacks_a_sentence_and_has_another_word() -> None:
     for passage, edit, prompt in zip(PASSAGES, EDITS, editing_prompts(), strict=True):
         assert len(re.findall(rf"\b{edit.old}\b", passage)) == 1
         assert edit.new not in passage
-        assert prompt.expected == passage
-        assert prompt.text.endswith(passage)
-        assert f"write {edit.new} in place of {edit.old}" in prompt.text
+        edited = passage.replace(edit.old, edit.new)
+        assert prompt.text.endswith(edited)
+        assert edit.old in prompt.expected
+        sentences, expected = passage.split(". "), prompt.expected.split(". ")
+        assert expected == sentences[:3] + sentences[4:]
+        assert prompt.sources == ("prediction",)
     assert all(prompt.expected == "" and prompt.sources is None for prompt in copying_prompts())
 
 
