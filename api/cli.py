@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from backends.base import MOST_DRAFT_TOKENS, KVQuantization
 from backends.grammar.limits import Limits
 from backends.mlx.runtime import BlasChoice, DtypePolicy, load_blas
 from engine.config import EngineConfig
@@ -68,9 +69,17 @@ def serve(
     served_name: Annotated[str | None, typer.Option(help="The model's id for clients.")] = None,
     max_lanes: Annotated[int, typer.Option(min=1, help="Requests served at once.")] = _ENGINE.max_lanes,
     round_rows: Annotated[int, typer.Option(min=2, help="The most rows of one forward.")] = _ENGINE.round_rows,
+    kv_bits: Annotated[
+        int | None, typer.Option(help="Keep keys and values in so many bits, 4 or 8, where a layer keeps them all.")
+    ] = None,
+    kv_group_size: Annotated[int, typer.Option(help="How many numbers share a scale: 32, 64 or 128.")] = 64,
+    kv_quant_start: Annotated[int, typer.Option(min=0, help="Positions before this one are not quantized.")] = 0,
     draft_model: DraftModelFlag = None,
     draft_tokens: Annotated[
-        int, typer.Option(min=0, help="The most tokens to draft for a lane in a round, where it pays; 0: off.")
+        int,
+        typer.Option(
+            min=0, max=MOST_DRAFT_TOKENS, help="The most tokens to draft for a lane in a round, where it pays; 0: off."
+        ),
     ] = _ENGINE.draft_tokens,
     pace: Annotated[
         bool, typer.Option(help="Verify only drafts that pay; --no-pace: all that there are, for measurements.")
@@ -107,6 +116,7 @@ def serve(
         launch = Launch(
             model=model,
             draft_model=draft_model,
+            quantization=None if kv_bits is None else KVQuantization(kv_bits, kv_group_size, kv_quant_start),
             home=home_folder(),
             backend=backend,
             dtype=dtype,

@@ -20,7 +20,7 @@ from api.security import is_loopback, read_api_keys
 from api.server import Outcome, Process
 from api.service import ServedModel, Service, Settings
 from api.sockets import Listeners
-from backends.base import Backend
+from backends.base import Backend, KVQuantization
 from backends.grammar.limits import Limits
 from backends.mlx.runtime import Blas, BlasChoice, Device, DtypePolicy, describe_device, load_blas
 from engine.config import EngineConfig
@@ -40,6 +40,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     draft_model: str | None = None
+    quantization: KVQuantization | None = None
     home: Path
     backend: BackendName
     dtype: DtypePolicy
@@ -74,7 +75,11 @@ def serve(launch: Launch, console: Console) -> Outcome:
 
 
 def refuse_contradictions(launch: Launch) -> None:
-    """Raise UsageError where a draft model is asked for that could not draft."""
+    """Raise UsageError where something is asked of a backend that has no models, or of a draft model that it does not
+    draft.
+    """
+    if launch.quantization is not None and launch.backend != "mlx":
+        raise UsageError(f"--backend {launch.backend} keeps no keys and values: that goes without --kv-bits")
     if launch.draft_model is None:
         return
     if launch.backend != "mlx":
@@ -119,7 +124,15 @@ def make_backend(launch: Launch, display: Display, console: Console) -> Callable
             if any(known.name == model for known in CATALOGUE) and not Path(model).is_dir():
                 pull(model, launch.home, display)
         device = _words(describe_device(), blas)
-        return load_backend(launch.model, launch.home, launch.dtype, display, device, launch.draft_model)
+        return load_backend(
+            launch.model,
+            launch.home,
+            launch.dtype,
+            display,
+            device,
+            draft_model=launch.draft_model,
+            quantization=launch.quantization,
+        )
 
     return load
 

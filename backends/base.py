@@ -19,6 +19,27 @@ MaskWords = npt.NDArray[np.int32]
 """Which tokens may be drawn, 32 to a word: bit `t % 32` of word `t // 32` of a row is token t. `[rows, words]`."""
 
 
+MOST_DRAFT_TOKENS = 31
+"""The longest draft of a window: caches that hold only so much of the past keep room for one more row than this."""
+
+
+class KVQuantization(msgspec.Struct, frozen=True):
+    """How keys and values are kept in few bits, in groups along each head. Raises ValueError for what MLX cannot do."""
+
+    bits: int
+    group_size: int = 64
+    start: int = 0
+    """Positions before this one are not quantized."""
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8):
+            raise ValueError("the bits of keys and values must be 4 or 8")
+        if self.group_size not in (32, 64, 128):
+            raise ValueError("the group size of keys and values must be 32, 64 or 128")
+        if self.start < 0:
+            raise ValueError("quantization cannot start before the first position")
+
+
 class ModelInfo(msgspec.Struct, frozen=True):
     """What the outside may know of a loaded model."""
 
@@ -37,6 +58,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     parameter_bytes: int
     rectangle: bool = False
     """Whether a round is one padded rectangle, in which a lane's long window costs rows in every lane."""
+    cuttable: bool = True
+    """Whether a slot's caches hold its lane at every length up to its own, and not just where it stands."""
     timed_rounds: tuple[tuple[RoundShape, float], ...] = ()
     """What some rounds cost at load, in seconds; the planner starts from them."""
 

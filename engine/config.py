@@ -2,6 +2,8 @@
 
 import msgspec
 
+from backends.base import MOST_DRAFT_TOKENS
+
 
 class EngineConfig(msgspec.Struct, frozen=True):
     """Settings of the engine; every one has a flag of `paceline serve`.
@@ -29,8 +31,8 @@ class EngineConfig(msgspec.Struct, frozen=True):
             raise ValueError("max_lanes must be at least 1")
         if self.round_rows <= self.max_lanes:
             raise ValueError("round_rows must be greater than max_lanes")
-        if self.draft_tokens < 0:
-            raise ValueError("draft_tokens must not be negative")
+        if not 0 <= self.draft_tokens <= MOST_DRAFT_TOKENS:
+            raise ValueError(f"draft_tokens must be from 0 to {MOST_DRAFT_TOKENS}")
         if self.inter_token_seconds < 0:
             raise ValueError("inter_token_seconds must not be negative")
         if self.history_bytes < 0:

@@ -37,7 +37,13 @@ class Loop:
         pace: Planner | None = None,
     ) -> None:
         """`pace` decides what is drafted; None for the one that learns from this loop's own rounds."""
-        limits = Limits(config.max_lanes, config.round_rows, config.draft_tokens, config.inter_token_seconds)
+        limits = Limits(
+            max_lanes=config.max_lanes,
+            round_rows=config.round_rows,
+            draft_tokens=config.draft_tokens,
+            inter_token_seconds=config.inter_token_seconds,
+            cuttable=backend.info.cuttable,
+        )
         self._scheduler = Scheduler(limits, pace or (_pace(backend.info) if config.paced else Headlong()))
         constraints = Constraints(backend.info.vocab_size, config.fill_seconds)
         forced = [ForcedText(constraints)] if config.draft_tokens else []

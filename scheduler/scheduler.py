@@ -29,6 +29,8 @@ class Limits(msgspec.Struct, frozen=True):
     """Drafted tokens a lane, at most; 0 turns drafting off."""
     inter_token_seconds: float = 0.0
     """Prefill takes no more of a round than leaves it this short, while others decode; 0 for no such limit."""
+    cuttable: bool = True
+    """Whether caches hold a lane at every length up to its own, so that a sibling can have any of it."""
 
 
 _LEAST_CHUNK = 16
@@ -145,14 +147,20 @@ class Scheduler:
         return min(left, max(_LEAST_CHUNK, self._pace.rows_within(self._limits.inter_token_seconds) - len(decoding)))
 
     def _feed(self, lane: Lane) -> Feed | None:
-        """What a lane is fed next; None while an older sibling prefills the prompt of both."""
+        """What a lane is fed next; None while an older sibling prefills the prompt of both.
+
+        A sibling whose caches have gone on and cannot be cut is of no use: the lane then prefills for itself.
+        """
         if lane.cached < lane.shared:
             for sibling in self._lanes.values():
                 if sibling is lane:
                     break
-                if sibling.request.siblings == lane.request.siblings:
-                    cached = sibling.cached >= lane.shared
-                    return Feed(lane, lane.shared, sibling.slot) if cached else None
+                if sibling.request.siblings != lane.request.siblings:
+                    continue
+                if sibling.cached < lane.shared:
+                    return None
+                if sibling.cached == lane.shared or self._limits.cuttable:
+                    return Feed(lane, lane.shared, sibling.slot)
         return Feed(lane, lane.cached)
 
     def _draft_limit(self, lane: Lane) -> int:

@@ -120,7 +120,8 @@ class MLXBackend:
         return MLXFlight(len(windows), unsampled, landed, at_once=masks is None)
 
     def keep(self, kept: Mapping[int, int]) -> dict[int, int]:
-        """Full attention needs nothing done: what is not kept is overwritten by the lane's next window."""
+        """Cut every lane's caches to what it keeps; all of them can be cut there."""
+        self._forward.keep(kept)
         return dict(kept)
 
     def release(self, slot: int) -> None:

@@ -6,21 +6,23 @@ padded path if only that one agrees; and is refused otherwise.
 
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import mlx.core as mx
 import msgspec
 from mlx.nn.layers.base import Module
-from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from backends.base import ModelInfo
+from backends.base import KVQuantization, ModelInfo
 from backends.mlx import exponential
 from backends.mlx.backend import MLXBackend
-from backends.mlx.caches.buffers import LayerShape
+from backends.mlx.caches.kinds import AttentionKind, Kind, UnknownCacheError, attention_kinds, layer_kinds, quantized
 from backends.mlx.check import check_lanes
 from backends.mlx.drafts.model import DraftModel, DraftModelFacts
 from backends.mlx.exponential import Attention
 from backends.mlx.load import Loaded, LoadError, load_folder, locate, refuse_other_tokens
+from backends.mlx.owners import install_owners
+from backends.mlx.patches import apply_patches
 from backends.mlx.pull import Progress
 from backends.mlx.rope import install_rope
 from backends.mlx.runtime import DtypePolicy, describe_device, load_blas, set_blas_threads
@@ -33,13 +35,20 @@ _log = logging.getLogger("paceline.mlx")
 
 
 def load_backend(
-    reference: str, home: Path, dtype: DtypePolicy, progress: Progress, device: str, draft_model: str | None = None
+    reference: str,
+    home: Path,
+    dtype: DtypePolicy,
+    progress: Progress,
+    device: str,
+    *,
+    draft_model: str | None = None,
+    quantization: KVQuantization | None = None,
 ) -> MLXBackend:
     """Load a model and check it, and a `draft_model` to draft for it; `device` is what to say of the machine in
-    `ModelInfo`.
+    `ModelInfo`, `quantization` how the model's keys and values are kept.
 
     Call on the thread that will use the backend. Raises LoadError for a model that cannot be loaded or served, and for
-    a draft model with another vocabulary than the model's.
+    a draft model with another vocabulary than the model's, or whose caches cannot be cut.
     """
     name, folder = locate(reference, home, progress)
     drafting = locate(draft_model, home, progress) if draft_model is not None else None
@@ -48,8 +57,8 @@ def load_backend(
     loaded = load_folder(name, folder, dtype, progress)
     progress("check", 0, None)
     head = install_head(loaded.model)
-    forward = build_forward(loaded.model, loaded.vocab_size, loaded.name, head)
-    backend = MLXBackend(_info(loaded, device, rectangle=isinstance(forward, PaddedForward)), forward, _blas_pace())
+    forward = build_forward(loaded.model, loaded.vocab_size, loaded.name, head, quantization)
+    backend = MLXBackend(_info(loaded, device, forward), forward, _blas_pace())
     if drafting is not None:
         shared = drafting[1].samefile(folder)
         drafter = loaded if shared else load_folder(*drafting, dtype, progress)
@@ -63,7 +72,12 @@ def load_backend(
 def _draft_model(drafter: Loaded, target: Loaded, head: HeadRows) -> DraftModel:
     """With lanes of its own, also where both are one model."""
     facts = DraftModelFacts(drafter.vocab_size, target.vocab_size, drafter.context_length)
-    return DraftModel(build_forward(drafter.model, drafter.vocab_size, drafter.name, head), facts)
+    forward = build_forward(drafter.model, drafter.vocab_size, drafter.name, head)
+    if forward.recurrent:
+        raise LoadError(
+            f"{drafter.name}: its layers carry a state, which several drafted tokens cannot be taken back from"
+        )
+    return DraftModel(forward, facts)
 
 
 def _blas_pace() -> BlasPace | None:
@@ -74,15 +88,39 @@ def _blas_pace() -> BlasPace | None:
     return BlasPace(blas.threads, set_blas_threads, time.perf_counter)
 
 
-def build_forward(model: Module, vocabulary: int, name: str, head: HeadRows | None = None) -> Forward:
+def build_forward(
+    model: Module,
+    vocabulary: int,
+    name: str,
+    head: HeadRows | None = None,
+    quantization: KVQuantization | None = None,
+) -> Forward:
     """The first path on which the model's ragged lanes agree with single ones. Raises LoadError if there is none.
 
-    `head` as for `paths`.
+    `head` as for `paths`. What is checked is the model's own code, with exact keys and values; `quantization` comes
+    behind it, and needs the packed path.
     """
-    shapes = layer_shapes(model, name)
-    kv_heads = max(shape.kv_heads for shape in shapes)
+    try:
+        kinds = prepare(model)
+        kept = kinds if quantization is None else quantized(kinds, quantization)
+    except UnknownCacheError as error:
+        raise LoadError(f"{name}: its layers cache in a {error}, which cannot be served yet") from None
+    except ValueError as error:
+        raise LoadError(f"{name}: {error}") from None
+    head = head or install_head(model)
+    attention = fast_attention(model)
+    forward = _agreeing(model, kinds, vocabulary, name, paths(model, kinds, attention=attention, head=head))
+    if quantization is None:
+        return forward
+    if not isinstance(forward, PackedForward):
+        raise LoadError(f"{name}: its attention goes past the seam, so that its keys and values cannot be quantized")
+    return PackedForward(model, head, kept, attention, masks=forward.masks)
+
+
+def _agreeing(model: Module, kinds: Sequence[Kind], vocabulary: int, name: str, forwards: Sequence[Forward]) -> Forward:
+    kv_heads = max((kind.shape.kv_heads for kind in attention_kinds(kinds)), default=1)
     reasons = []
-    for forward in paths(model, shapes, attention=fast_attention(model), head=head):
+    for forward in forwards:
         try:
             check_lanes(model, forward, vocabulary=vocabulary, kv_heads=kv_heads)
         except Exception as error:  # the named boundary of a model's own code: what it cannot do is a reason to refuse
@@ -94,17 +132,32 @@ def build_forward(model: Module, vocabulary: int, name: str, head: HeadRows | No
     raise LoadError(f"{name}: several lanes at once do not give what one lane gives: {'; '.join(reasons)}")
 
 
-def paths(
-    model: Module, shapes: list[LayerShape], *, attention: Attention, head: HeadRows | None = None
-) -> list[Forward]:
-    """The packed path where there is a seam for it, then the padded one.
+def prepare(model: Module) -> list[Kind]:
+    """Put patches and seams into a model's code, and see what its layers cache. Raises UnknownCacheError for caches of
+    a family that is not known.
+    """
+    apply_patches(model)
+    install_attention(model)
+    install_owners(model)
+    return layer_kinds(model)
+
+
+def paths(model: Module, kinds: Sequence[Kind], *, attention: Attention, head: HeadRows | None = None) -> list[Forward]:
+    """The packed path, with padded lanes in recurrent modules before it, if there are any; then the padded one where
+    every layer sees everything. `kinds` are those of the model, which was prepared.
 
     All forwards of one model must share one `head`, so that none computes by what a failed call of another left there;
     None installs it.
     """
     head = head or install_head(model)
-    padded = PaddedForward(model, head, shapes)
-    return [PackedForward(model, head, shapes, attention), padded] if install_attention(model) else [padded]
+    packed = PackedForward(model, head, kinds, attention)
+    forwards: list[Forward] = [packed]
+    if packed.recurrent:
+        forwards.insert(0, PackedForward(model, head, kinds, attention, masks=True))
+    plain = [kind for kind in kinds if isinstance(kind, AttentionKind) and kind == AttentionKind(kind.shape)]
+    if len(plain) == len(kinds):
+        forwards.append(PaddedForward(model, head, [kind.shape for kind in plain]))
+    return forwards
 
 
 def fast_attention(model: Module) -> Attention:
@@ -118,22 +171,7 @@ def fast_attention(model: Module) -> Attention:
     return exponential.attention
 
 
-def layer_shapes(model: Module, name: str) -> list[LayerShape]:
-    """What each layer caches, seen on one token in mlx-lm's own caches. Raises LoadError unless all are `KVCache`."""
-    caches = make_prompt_cache(model)
-    others = sorted({type(cache).__name__ for cache in caches if type(cache) is not KVCache})
-    if others:
-        raise LoadError(f"{name}: its layers cache in {', '.join(others)}; only full attention can be served yet")
-    mx.eval(model(mx.array([[1]]), cache=caches))
-    return [LayerShape(*_shape(cache.keys), cache.values.shape[3], cache.keys.dtype) for cache in caches]
-
-
-def _shape(keys: mx.array) -> tuple[int, int]:
-    _, heads, _, dim = keys.shape
-    return heads, dim
-
-
-def _info(loaded: Loaded, device: str, *, rectangle: bool) -> ModelInfo:
+def _info(loaded: Loaded, device: str, forward: Forward) -> ModelInfo:
     return ModelInfo(
         name=loaded.name,
         folder=str(loaded.folder),
@@ -143,5 +181,6 @@ def _info(loaded: Loaded, device: str, *, rectangle: bool) -> ModelInfo:
         defaults=loaded.generation_defaults,
         device=f"{device}, {loaded.dtype}",
         parameter_bytes=loaded.parameter_bytes,
-        rectangle=rectangle,
+        rectangle=isinstance(forward, PaddedForward),
+        cuttable=forward.cuttable,
     )

@@ -27,33 +27,46 @@ class Disagreement(Exception):  # noqa: N818 (it is what was found, not a fault)
 
 
 class _Probe(msgspec.Struct, frozen=True):
-    """One lane of the check: its tokens, how many are fed as chunks, as real tokens and as a draft."""
+    """One lane of the check: its tokens, of which `chunked` are fed as a chunk. Then a window drafts `accepted` right
+    tokens and `rejected` wrong ones, of which the first are kept, and a last window the rest.
+    """
 
     slot: int
     tokens: tuple[int, ...]
     chunked: int
+    accepted: int
     rejected: int
-    """A draft of that many wrong tokens is verified and dropped before the true one."""
+
+    @property
+    def kept(self) -> int:
+        """How much is cached before the last window."""
+        return self.chunked + 1 + self.accepted
 
     def chunk(self) -> Window:
         return self._window(0, self.tokens[: self.chunked], samples=False)
 
     def wrong(self) -> Window:
-        head = self.tokens[self.chunked : self.chunked + 1]
-        draft = tuple(reversed(self.tokens[: self.rejected]))
-        return self._window(self.chunked, head, samples=True, draft=draft)
+        head, *right = self.tokens[self.chunked : self.kept]
+        wrong = self.tokens[: self.rejected]
+        return self._window(self.chunked, (head,), samples=True, draft=(*right, *wrong))
 
     def right(self) -> Window:
-        head, *draft = self.tokens[self.chunked :]
-        return self._window(self.chunked, (head,), samples=True, draft=tuple(draft))
+        head, *draft = self.tokens[self.kept :]
+        return self._window(self.kept, (head,), samples=True, draft=tuple(draft))
 
     def _window(self, start: int, tokens: tuple[int, ...], *, samples: bool, draft: tuple[int, ...] = ()) -> Window:
         reach = len(self.tokens) + 1
         return Window(self.slot, str(self.slot), start, tokens, samples, Sampling(0.0), reach, draft=draft)
 
 
+_LENGTHS = ((3, 0, 3, 3), (4, 2, 2, 4), (13, 1, 1, 2), (7, 3, 1, 1), (11, 0, 5, 2))
+"""Of the probes in turn: tokens of the chunk, drafts that are right and wrong, tokens of the last window. The first two
+have widths of which one is padded to the other where that is done at all; further ones are farther apart.
+"""
+
+
 def check_lanes(model: Module, forward: Forward, *, vocabulary: int, kv_heads: int) -> None:
-    """Compare ragged lanes with single ones, at 2 and 3 lanes and as many as there are KV heads.
+    """Compare ragged lanes with single ones, at 2 and 3 lanes and as many as there are KV heads in any layer.
 
     Raises Disagreement, or whatever the model's code raises for several lanes. Leaves no lane behind.
     """
@@ -71,17 +84,19 @@ def _probes(lanes: int, vocabulary: int) -> list[_Probe]:
     draws = np.random.default_rng(lanes)
     probes = []
     for slot in range(lanes):
-        chunked = 3 + 5 * slot % 11
-        tokens = draws.integers(1, vocabulary, size=chunked + 1 + slot % 4)
-        probes.append(_Probe(slot, tuple(int(token) for token in tokens), chunked, rejected=2 * slot % 5))
+        chunked, accepted, rejected, last = _LENGTHS[slot % len(_LENGTHS)]
+        tokens = draws.integers(1, vocabulary, size=chunked + 1 + accepted + last)
+        probes.append(_Probe(slot, tuple(int(token) for token in tokens), chunked, accepted, rejected))
     return probes
 
 
 def _ragged(forward: Forward, probes: Sequence[_Probe]) -> list[mx.array]:
-    """Each probe's logits over its last window; chunks first, then drafts that are rejected, then the true ones."""
+    """Each probe's logits over its last window; chunks first, then drafts that are partly rejected, then the rest."""
     forward.run([probe.chunk() for probe in probes], None)
     mx.eval(forward.buffers())
+    forward.keep({})
     mx.eval(forward.run([probe.wrong() for probe in probes], None).logits)
+    forward.keep({probe.slot: probe.kept for probe in probes})
     verified = forward.run([probe.right() for probe in probes], None)
     if verified.logits is None:
         raise Disagreement("the forward gave no logits")
@@ -92,7 +107,7 @@ def _ragged(forward: Forward, probes: Sequence[_Probe]) -> list[mx.array]:
 def _alone(model: Module, probe: _Probe) -> mx.array:
     """The same rows from one forward over the whole sequence."""
     logits: mx.array = model(mx.array([probe.tokens]), cache=make_prompt_cache(model))
-    return logits[0, probe.chunked :]
+    return logits[0, probe.kept :]
 
 
 def _compare(lanes: int, ragged: mx.array, alone: mx.array) -> None:

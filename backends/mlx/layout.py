@@ -2,7 +2,7 @@
 
 A packed row is one token of one window, a batch entry of length 1 with a position of its own. Rows are ordered by
 (capacity class, width class, buffer row), so that the rows of one attention rectangle lie together. Made once per
-round on the host and shared by all layers; knows seats and windows, no model.
+round on the host, with one layout for each `Sight` that layers have; knows seats and windows, no model.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,6 +14,7 @@ import numpy as np
 
 from backends.mlx.caches.buffers import ScatterWrite, SliceWrite, Write
 from backends.mlx.caches.groups import LaneGroups, Seat
+from backends.mlx.caches.sight import EVERYTHING, HEADROOM, Positions, Sight, held
 from scheduler.round import Window
 
 WIDEST_SHARED = 32
@@ -41,7 +42,8 @@ class Rectangle(msgspec.Struct, frozen=True):
 
     `queries` (int32 `[lanes * width]`) picks packed rows, None where they are just `[first, last)` in order; padding
     repeats some row and is thrown away. `mask` is boolean `[lanes, 1, width, length]`, "causal" (queries end where the
-    keys end), or None where every query may see every key.
+    keys end), or None where every query may see every key. If `wide`, a lane's window is too wide for its ring: its
+    keys are what the ring held before the round, and behind that the window's own rows `[first, last)`.
     """
 
     capacity: int
@@ -53,6 +55,7 @@ class Rectangle(msgspec.Struct, frozen=True):
     last: int
     queries: mx.array | None
     mask: mx.array | str | None
+    wide: bool = False
 
 
 class PackedLayout(msgspec.Struct, frozen=True):
@@ -70,20 +73,46 @@ class PackedLayout(msgspec.Struct, frozen=True):
     outputs: mx.array | None
 
 
-def packed_layout(windows: Sequence[Window], groups: LaneGroups) -> PackedLayout:
-    """Lay out a round; every window's lane must have a seat that holds it."""
-    seated = _in_order(windows, groups)
-    positions = np.concatenate([np.arange(entry.window.start, entry.window.end) for entry in seated])
-    shared = [tuple(entries) for _, entries in groupby(seated, _rectangle_key)]
-    cuts = [_Cut.of(entries) for run in shared for entries in _dense_runs(run)]
-    return PackedLayout(
-        seated=seated,
-        rows=len(positions),
-        positions=mx.array(positions.astype(np.int32)),
-        writes=tuple(_writes(seated)),
-        rectangles=tuple(cut.rectangle() for cut in cuts),
-        outputs=_outputs(cuts, len(positions)),
-    )
+class PackedRound:
+    """The rows of one round, and what layers of each sight need to know of them."""
+
+    def __init__(self, windows: Sequence[Window], groups: LaneGroups) -> None:
+        """Every window's lane must have a seat that holds it."""
+        self.seated = _in_order(windows, groups)
+        positions = np.concatenate([np.arange(entry.window.start, entry.window.end) for entry in self.seated])
+        self.rows = len(positions)
+        self.positions = mx.array(positions.astype(np.int32))
+        self._layouts: dict[Sight, PackedLayout] = {}
+        self._writes: dict[Sight, tuple[Write, ...]] = {}
+
+    def writes(self, sight: Sight = EVERYTHING) -> tuple[Write, ...]:
+        """Where layers of one sight store the rows."""
+        if sight not in self._writes:
+            self._writes[sight] = tuple(_writes(self.seated, sight))
+        return self._writes[sight]
+
+    def layout(self, sight: Sight = EVERYTHING) -> PackedLayout:
+        """For layers of one sight."""
+        if sight not in self._layouts:
+            self._layouts[sight] = self._lay_out(sight)
+        return self._layouts[sight]
+
+    def _lay_out(self, sight: Sight) -> PackedLayout:
+        shared = [tuple(entries) for _, entries in groupby(self.seated, _rectangle_key)]
+        cuts = [_Cut.of(entries, sight) for run in shared for entries in _dense_runs(run)]
+        return PackedLayout(
+            seated=self.seated,
+            rows=self.rows,
+            positions=self.positions,
+            writes=self.writes(sight),
+            rectangles=tuple(cut.rectangle() for cut in cuts),
+            outputs=_outputs(cuts, self.rows),
+        )
+
+
+def packed_layout(windows: Sequence[Window], groups: LaneGroups, sight: Sight = EVERYTHING) -> PackedLayout:
+    """Lay out a round for layers of one sight; every window's lane must have a seat that holds it."""
+    return PackedRound(windows, groups).layout(sight)
 
 
 def width_class(rows: int) -> int:
@@ -123,17 +152,24 @@ class _Cut(msgspec.Struct, frozen=True):
     """The entries that make one rectangle, and its measures."""
 
     entries: tuple[Seated, ...]
+    sight: Sight
     row: int
     lanes: int
     width: int
     length: int
+    wide: bool
 
     @classmethod
-    def of(cls, entries: tuple[Seated, ...]) -> "_Cut":
+    def of(cls, entries: tuple[Seated, ...], sight: Sight) -> "_Cut":
         row = entries[0].seat.row
         width = max(entry.window.rows for entry in entries)
-        length = max(entry.window.end for entry in entries)
-        return cls(entries, row, entries[-1].seat.row - row + 1, width, length)
+        end = max(entry.window.end for entry in entries)
+        places = sight.places(entries[0].seat.capacity)
+        wide = width > HEADROOM and end > places
+        if wide and any(entry.window.draft for entry in entries):
+            raise ValueError(f"a window of {width} rows with a draft is wider than the head-room of its ring")
+        length = places + width if wide else min(end, places)
+        return cls(entries, sight, row, entries[-1].seat.row - row + 1, width, length, wide)
 
     @property
     def full(self) -> bool:
@@ -144,7 +180,9 @@ class _Cut(msgspec.Struct, frozen=True):
         first, last = self.entries[0].first, self.entries[-1].last
         queries = None if self.full else mx.array(self._queries())
         capacity = self.entries[0].seat.capacity
-        return Rectangle(capacity, self.row, self.lanes, self.width, self.length, first, last, queries, self._mask())
+        return Rectangle(
+            capacity, self.row, self.lanes, self.width, self.length, first, last, queries, self._mask(), self.wide
+        )
 
     def places(self) -> np.ndarray:
         """Where each packed row of the entries stands in the rectangle's output, int32."""
@@ -159,13 +197,39 @@ class _Cut(msgspec.Struct, frozen=True):
         return queries.reshape(-1)
 
     def _mask(self) -> mx.array | str | None:
+        if self._limited:
+            return mx.array(self.sight.sees(self._positions()[..., None], self._keys()[:, None])[:, None])
         if self.full and all(entry.window.end == self.length for entry in self.entries):
             return None if self.width == 1 else "causal"
-        positions = np.zeros((self.lanes, 1, self.width, 1), dtype=np.int32)
+        return mx.arange(self.length) <= mx.array(self._positions()[:, None, :, None])
+
+    @property
+    def _limited(self) -> bool:
+        """Whether some query does not see all of its lane's past, or keys do not stand at their positions."""
+        reach = self.sight.reach
+        return bool(reach) and any(entry.window.end > reach for entry in self.entries)
+
+    def _positions(self) -> Positions:
+        """Of all queries, int32 `[lanes, width]`; padding has one that sees something."""
+        positions = np.zeros((self.lanes, self.width), dtype=np.int32)
         for entry in self.entries:
             window = entry.window
-            positions[entry.seat.row - self.row, 0, : window.rows, 0] = np.arange(window.start, window.end)
-        return mx.arange(self.length) <= mx.array(positions)
+            lane = entry.seat.row - self.row
+            positions[lane, : window.rows] = np.arange(window.start, window.end)
+            positions[lane, window.rows :] = window.end - 1
+        return positions
+
+    def _keys(self) -> Positions:
+        """The positions of all keys, int32 `[lanes, length]`."""
+        places = self.sight.places(self.entries[0].seat.capacity)
+        if self.wide:
+            window = self.entries[0].window
+            before = held(places, places, np.array([window.start], dtype=np.int32))
+            return np.concatenate([before, np.arange(window.start, window.end, dtype=np.int32)[None]], axis=1)
+        ends = np.ones(self.lanes, dtype=np.int32)
+        for entry in self.entries:
+            ends[entry.seat.row - self.row] = entry.window.end
+        return held(places, self.length, ends)
 
 
 def _outputs(cuts: Sequence[_Cut], rows: int) -> mx.array | None:
@@ -176,22 +240,46 @@ def _outputs(cuts: Sequence[_Cut], rows: int) -> mx.array | None:
     return mx.array(places.astype(np.int32))
 
 
-def _writes(seated: Sequence[Seated]) -> Iterator[Write]:
+def _writes(seated: Sequence[Seated], sight: Sight) -> Iterator[Write]:
     for capacity, entries in groupby(seated, lambda entry: entry.seat.capacity):
+        places = sight.places(capacity)
         narrow: list[Seated] = []
         for entry in entries:
-            if entry.window.rows > WIDEST_SCATTERED:
-                yield _slice_write(capacity, [entry])
+            if sight.head:
+                yield from _head_write(capacity, entry, sight.head)
+            elif entry.window.rows > WIDEST_SCATTERED:
+                yield from _wide_writes(capacity, entry, places)
             else:
                 narrow.append(entry)
-        if narrow:
-            yield _slice_write(capacity, narrow) if _aligned(narrow) else _scatter_write(capacity, narrow)
+        if narrow and _aligned(narrow, places):
+            yield _slice_write(capacity, narrow, places)
+        elif narrow:
+            yield _scatter_write(capacity, narrow, places)
 
 
-def _aligned(entries: Sequence[Seated]) -> bool:
+def _head_write(capacity: int, entry: Seated, head: int) -> Iterator[Write]:
+    """Those rows of a window that stand in the head of its lane."""
+    width = min(entry.window.end, head) - entry.window.start
+    if width > 0:
+        yield SliceWrite(capacity, entry.first, entry.first + width, entry.seat.row, entry.window.start, width)
+
+
+def _wide_writes(capacity: int, entry: Seated, places: int) -> Iterator[Write]:
+    """The newest rows of a window, as many as there are places, in one slice or, around the ring's end, in two."""
+    window = entry.window
+    position = max(window.start, window.end - places)
+    while position < window.end:
+        place = position % places
+        width = min(window.end - position, places - place)
+        first = entry.first + position - window.start
+        yield SliceWrite(capacity, first, first + width, entry.seat.row, place, width)
+        position += width
+
+
+def _aligned(entries: Sequence[Seated], places: int) -> bool:
     """Whether the windows are alike and neighbours, so that one slice takes them all."""
     head = entries[0]
-    return all(
+    return head.window.start % places + head.window.rows <= places and all(
         entry.seat.row == head.seat.row + offset
         and entry.window.start == head.window.start
         and entry.window.rows == head.window.rows
@@ -199,14 +287,14 @@ def _aligned(entries: Sequence[Seated]) -> bool:
     )
 
 
-def _slice_write(capacity: int, entries: Sequence[Seated]) -> SliceWrite:
+def _slice_write(capacity: int, entries: Sequence[Seated], places: int) -> SliceWrite:
     head, window = entries[0], entries[0].window
-    return SliceWrite(capacity, head.first, entries[-1].last, head.seat.row, window.start, window.rows)
+    return SliceWrite(capacity, head.first, entries[-1].last, head.seat.row, window.start % places, window.rows)
 
 
-def _scatter_write(capacity: int, entries: Sequence[Seated]) -> ScatterWrite:
+def _scatter_write(capacity: int, entries: Sequence[Seated], places: int) -> ScatterWrite:
     rows = np.concatenate([np.full(entry.window.rows, entry.seat.row, dtype=np.int32) for entry in entries])
     positions = np.concatenate([np.arange(entry.window.start, entry.window.end, dtype=np.int32) for entry in entries])
     return ScatterWrite(
-        capacity, entries[0].first, entries[-1].last, mx.array(rows[:, None]), mx.array(positions[:, None])
+        capacity, entries[0].first, entries[-1].last, mx.array(rows[:, None]), mx.array(positions[:, None] % places)
     )

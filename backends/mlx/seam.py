@@ -7,14 +7,15 @@ were, and are installed once per model.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from backends.mlx.caches.full import PackedCache
+from backends.mlx.caches.packed import PackedCache, handed_by
 from backends.mlx.exponential import SMALLEST_SWIGLU
 
 _ATTENTION = "scaled_dot_product_attention"
@@ -71,15 +72,35 @@ def _lane_attention(original: Callable[..., mx.array], module: str) -> Callable[
         sinks: mx.array | None = None,
         **others: Any,
     ) -> mx.array:
-        if isinstance(cache, PackedCache):
-            if mask is not None or others:
+        packed = handed_by(keys) or cache
+        if isinstance(packed, PackedCache):
+            if others or not (mask is None or (packed.latent and keys is values)):
                 raise ValueError(f"{module} masks attention in a way of its own, which packed rows cannot follow")
-            return cache.attend(queries, scale=scale, sinks=sinks)
+            rotary = mask if isinstance(mask, mx.array) else None
+            return packed.attend(queries, scale=scale, sinks=sinks, rotary=rotary)
+        if keys is values and isinstance(mask, mx.array) and mask.dtype != mx.bool_:
+            _latent.append(cache)
         if sinks is not None:
             others["sinks"] = sinks
         return original(queries, keys, values, cache=cache, scale=scale, mask=mask, **others)
 
     return attention
+
+
+_latent: list[object] = []
+"""Caches of mlx-lm's whose layers attended a latent vector, as far as anybody wants to know."""
+
+
+@contextmanager
+def noting_latent() -> Iterator[list[object]]:
+    """Yields what becomes a list of the caches whose layers attend a latent vector (their values are their keys, and
+    scores of rotary dimensions come as a mask), while single tokens are computed with mlx-lm's own caches.
+    """
+    _latent.clear()
+    try:
+        yield _latent
+    finally:
+        _latent.clear()
 
 
 class HeadRows:

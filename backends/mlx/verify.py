@@ -10,13 +10,20 @@ import mlx.core as mx
 import mlx.nn as nn
 import msgspec
 import numpy as np
+from mlx_lm.models.cache import CacheList
 
-from backends.mlx.caches.buffers import LayerBuffers, LayerShape
-from backends.mlx.caches.full import PackedCache, PaddedCache
+from backends.mlx.caches.buffers import LayerBuffers, LayerShape, Planes
 from backends.mlx.caches.groups import Change, LaneGroups, Move
+from backends.mlx.caches.kinds import AttentionKind, Kind, ListKind, RecurrentKind, UnusedKind
+from backends.mlx.caches.packed import PAST_THE_SEAM, PackedCache, UnusedCache, take_back
+from backends.mlx.caches.padded import PaddedCache
+from backends.mlx.caches.quantized import QuantizedCache, QuantizedShape
+from backends.mlx.caches.recurrent import RecurrentCache
+from backends.mlx.caches.sight import EVERYTHING, Sight
 from backends.mlx.exponential import Attention
-from backends.mlx.layout import packed_layout
+from backends.mlx.layout import PackedRound
 from backends.mlx.rectangle import padded_layout
+from backends.mlx.regroup import Regrouping
 from backends.mlx.seam import HeadRows
 from scheduler.round import Window
 
@@ -46,8 +53,22 @@ class Draws(msgspec.Struct, frozen=True):
 class Forward(Protocol):
     """Runs windows through the model. Implemented packed and padded."""
 
+    @property
+    def recurrent(self) -> bool:
+        """Whether some layer carries a state, so that only the newest window can be cut."""
+        ...
+
+    @property
+    def cuttable(self) -> bool:
+        """Whether a lane can be had at any length up to its own: all layers keep all of its past."""
+        ...
+
     def run(self, windows: Sequence[Window], carried: Draws | None) -> Verified:
         """Feed all windows; those marked `carried` feed their slot's newest token of `carried`."""
+        ...
+
+    def keep(self, kept: Mapping[int, int]) -> None:
+        """Cut each slot to its kept length. Called once for each `run`, in order; what is not named keeps all."""
         ...
 
     def release(self, slot: int) -> None:
@@ -66,9 +87,14 @@ class Forward(Protocol):
 class LaneStore:
     """Seats and, per attention layer, buffers; the two forwards stand on one each. Written by its forward."""
 
-    def __init__(self, shapes: Sequence[LayerShape], *, together: bool) -> None:
+    def __init__(self, *, together: bool) -> None:
         self.groups = LaneGroups(together=together)
-        self.layers = [LayerBuffers(shape) for shape in shapes]
+        self.layers: list[LayerBuffers] = []
+
+    def layer(self, shape: Planes, sight: Sight = EVERYTHING) -> LayerBuffers:
+        """Buffers for one more layer; before any lane is seated."""
+        self.layers.append(LayerBuffers(shape, sight))
+        return self.layers[-1]
 
     def place(self, needs: Mapping[int, tuple[int, int]]) -> None:
         """Seat lanes: slot -> (positions needed, positions held)."""
@@ -103,57 +129,119 @@ class LaneStore:
                 layer.apply(change)
 
 
-class StoredForward:
-    """What both forwards do with the lanes' seats."""
+class PackedForward:
+    """One forward over `[rows, 1]` tokens: real rows only, attention per rectangle, recurrent modules per width."""
 
-    def __init__(self, store: LaneStore) -> None:
-        self._store = store
-
-    def release(self, slot: int) -> None:
-        """Give a lane's seat back. Idempotent."""
-        self._store.release(slot)
-
-    def reset(self) -> None:
-        """Give all seats back."""
-        self._store.reset()
-
-    def buffers(self) -> list[mx.array]:
-        """All cache arrays."""
-        return self._store.arrays()
-
-
-class PackedForward(StoredForward):
-    """One forward over `[rows, 1]` tokens: real rows only, attention per rectangle."""
-
-    def __init__(self, model: nn.Module, head: HeadRows, shapes: Sequence[LayerShape], attention: Attention) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        head: HeadRows,
+        kinds: Sequence[Kind],
+        attention: Attention,
+        *,
+        masks: bool = False,
+    ) -> None:
+        """`masks`: whether the recurrent modules mind masks and lengths, so that their lanes may be padded."""
         self._model = model
         self._head = head
-        super().__init__(LaneStore(shapes, together=False))
-        self._caches = [PackedCache(layer, attention) for layer in self._store.layers]
+        self._attention = attention
+        self._store = LaneStore(together=False)
+        self._attending: list[PackedCache] = []
+        self._recurrent: list[RecurrentCache] = []
+        self._caches = [self._cache(kind) for kind in kinds]
+        self._regrouping = Regrouping(self._recurrent, self._store.groups, masks=masks)
+
+        self.masks = masks
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether some layer carries a state."""
+        return bool(self._recurrent)
+
+    @property
+    def cuttable(self) -> bool:
+        """Whether all layers keep all of a lane's past."""
+        return not self._recurrent and all(not layer.sight.reach for layer in self._store.layers)
+
+    def _cache(self, kind: Kind) -> object:
+        """What stands for one of mlx-lm's caches."""
+        match kind:
+            case AttentionKind():
+                self._attending.append(self._attending_cache(kind))
+                return self._attending[-1]
+            case RecurrentKind():
+                self._recurrent.append(RecurrentCache(kind.entries))
+                return self._recurrent[-1]
+            case UnusedKind():
+                return UnusedCache()
+            case ListKind():
+                return CacheList(*(self._cache(part) for part in kind.parts))
+
+    def _attending_cache(self, kind: AttentionKind) -> PackedCache:
+        how = kind.quantization
+        if how is None:
+            return PackedCache(self._store.layer(kind.shape, kind.sight), self._attention, latent=kind.latent)
+        exact = self._store.layer(kind.shape, Sight(head=how.start)) if how.start else None
+        return QuantizedCache(self._store.layer(QuantizedShape(kind.shape, how)), exact, how, self._attention)
 
     def run(self, windows: Sequence[Window], carried: Draws | None) -> Verified:
         """Feed all windows in one forward."""
         self._store.place({window.slot: (max(window.end, window.reach), window.start) for window in windows})
-        self._store.share(windows)
-        layout = packed_layout(windows, self._store.groups)
-        for cache in self._caches:
-            cache.layout = layout
-        ordered = [entry.window for entry in layout.seated]
-        firsts = [entry.first for entry in layout.seated]
-        rows, sampled = _sampled_rows(ordered, [entry.index for entry in layout.seated], firsts)
+        self._share(windows)
+        packed = PackedRound(windows, self._store.groups)
+        for cache in self._attending:
+            cache.begin(packed)
+        ordered = [entry.window for entry in packed.seated]
+        firsts = [entry.first for entry in packed.seated]
+        rows, sampled = _sampled_rows(ordered, [entry.index for entry in packed.seated], firsts)
         tokens = _packed_tokens(ordered, carried)[:, None]
-        logits = _logits(self._model, self._head, tokens, self._caches, rows, layout.rows)
+        try:
+            with self._regrouping.building(packed):
+                logits = _logits(self._model, self._head, tokens, self._caches, rows, packed.rows)
+        finally:
+            take_back()
+        if not all(cache.attended for cache in self._attending):
+            raise ValueError(PAST_THE_SEAM)
         return Verified(logits if rows else None, sampled)
 
+    def _share(self, windows: Sequence[Window]) -> None:
+        self._store.share(windows)
+        for window in windows:
+            if window.copies is not None:
+                self._regrouping.share(window.copies, window.slot, window.start)
 
-class PaddedForward(StoredForward):
-    """One right-padded `[lanes, width]` forward for the decode windows, and another for the prefill chunks."""
+    def keep(self, kept: Mapping[int, int]) -> None:
+        """Attention needs nothing done: what is not kept is overwritten by the lane's next window. States go back."""
+        self._regrouping.keep(kept)
+
+    def release(self, slot: int) -> None:
+        """Give a lane's seat back. Idempotent."""
+        self._store.release(slot)
+        self._regrouping.release(slot)
+
+    def reset(self) -> None:
+        """Give all seats back."""
+        self._store.reset()
+        self._regrouping.reset()
+
+    def buffers(self) -> list[mx.array]:
+        """All cache arrays."""
+        return [*self._store.arrays(), *self._regrouping.arrays()]
+
+
+class PaddedForward:
+    """One right-padded `[lanes, width]` forward for the decode windows, and another for the prefill chunks; for models
+    all of whose layers see everything.
+    """
+
+    recurrent = False
+    cuttable = True
 
     def __init__(self, model: nn.Module, head: HeadRows, shapes: Sequence[LayerShape]) -> None:
         self._model = model
         self._head = head
-        super().__init__(LaneStore(shapes, together=True))
-        self._caches = [PaddedCache(layer) for layer in self._store.layers]
+        self._store = LaneStore(together=True)
+        self._caches = [PaddedCache(self._store.layer(shape)) for shape in shapes]
 
     def run(self, windows: Sequence[Window], carried: Draws | None) -> Verified:
         """Feed the chunks in one rectangle, then all sampled windows in another."""
@@ -179,6 +267,21 @@ class PaddedForward(StoredForward):
         tokens = _padded_tokens(ordered, width, carried)
         logits = _logits(self._model, self._head, tokens, self._caches, rows, layout.lanes * width)
         return Verified(logits if rows else None, sampled)
+
+    def keep(self, kept: Mapping[int, int]) -> None:
+        """Nothing needs to be done: what is not kept is overwritten by the lane's next window."""
+
+    def release(self, slot: int) -> None:
+        """Give a lane's seat back. Idempotent."""
+        self._store.release(slot)
+
+    def reset(self) -> None:
+        """Give all seats back."""
+        self._store.reset()
+
+    def buffers(self) -> list[mx.array]:
+        """All cache arrays."""
+        return self._store.arrays()
 
 
 def _sampled_rows(
@@ -216,7 +319,7 @@ def _logits(
     model: nn.Module,
     head: HeadRows,
     tokens: mx.array,
-    caches: Sequence[PackedCache] | Sequence[PaddedCache],
+    caches: Sequence[object],
     rows: Sequence[int],
     total: int,
 ) -> mx.array:

@@ -85,15 +85,15 @@ def _load(reference: str) -> Bench:
 
     from backends.base import ModelInfo
     from backends.mlx.backend import MLXBackend
-    from backends.mlx.build import fast_attention, layer_shapes, paths
+    from backends.mlx.build import fast_attention, paths, prepare
     from backends.mlx.load import load
 
     def forwards(*, stock: bool) -> "list[Backend]":
         loaded = load(reference, Path(), "auto", lambda _stage, _done, _total: None)
-        shapes = layer_shapes(loaded.model, loaded.name)
+        kinds = prepare(loaded.model)
         attention = mx.fast.scaled_dot_product_attention if stock else fast_attention(loaded.model)
         info = ModelInfo("bench", None, loaded.vocab_size, 0, frozenset(), {}, "", 0)
-        return [MLXBackend(info, forward) for forward in paths(loaded.model, shapes, attention=attention)]
+        return [MLXBackend(info, forward) for forward in paths(loaded.model, kinds, attention=attention)]
 
     packed, padded = forwards(stock=False)
     return Bench(packed, padded, forwards(stock=True)[0])

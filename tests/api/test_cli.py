@@ -29,6 +29,7 @@ from api.progress import display_on
 from api.service import ServedModel
 from api.sockets import Listeners
 from api.text import load_tokenizer
+from backends.base import KVQuantization
 from backends.fake import FakeBackend
 from backends.mlx.runtime import describe_device
 from engine.config import EngineConfig
@@ -153,13 +154,41 @@ def test_the_draft_model_is_loaded_beside_the_model(monkeypatch: pytest.MonkeyPa
 
     pulled, loaded = [], []
     monkeypatch.setattr(pull, "pull", lambda name, *_: pulled.append(name))
-    monkeypatch.setattr(build, "load_backend", lambda *told: loaded.append((told[0], told[-1])))
+    monkeypatch.setattr(build, "load_backend", lambda *told, **named: loaded.append((told[0], named["draft_model"])))
     console = Console(file=io.StringIO())
     with closing(display_on(console)) as display:
         for draft_model in ("smollm2-135m", "folder", None):
             make_backend(launch(backend="mlx", model="big", draft_model=draft_model), display, console)()
     assert pulled == ["smollm2-135m"], "of the two, what is in the catalogue"
     assert loaded == [("big", "smollm2-135m"), ("big", "folder"), ("big", None)]
+
+
+def test_how_keys_and_values_are_kept_reaches_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    from backends.mlx import build
+
+    loaded = []
+    monkeypatch.setattr(build, "load_backend", lambda *_, **named: loaded.append(named["quantization"]))
+    console, how = Console(file=io.StringIO()), KVQuantization(4, 32, 100)
+    with closing(display_on(console)) as display:
+        make_backend(launch(backend="mlx", model="big", quantization=how), display, console)()
+    assert loaded == [how]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--backend", "fake", "--kv-bits", "4"), "--kv-bits"),
+        (("--kv-bits", "3"), "must be 4 or 8"),
+        (("--kv-bits", "4", "--kv-group-size", "48"), "must be 32, 64 or 128"),
+    ],
+)
+def test_keys_and_values_that_cannot_be_kept_so_are_refused_before_anything_is_bound(
+    words: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    unbindable = str(tmp_path / "absent" / "server.sock")
+    result = run("serve", "--port", "0", "--uds", unbindable, *words)
+    assert result.exit_code == 1
+    assert said in result.output
 
 
 def test_the_banner_names_the_draft_model() -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from scheduler.pace import Headlong
 from scheduler.request import Request
+from scheduler.round import Acceptance, LaneResult
 from scheduler.scheduler import Limits, Scheduler
 
 
@@ -47,3 +48,33 @@ def test_alone_or_without_a_limit_prefill_takes_all_that_there_is() -> None:
 def test_drafts_and_prefill_share_by_halves() -> None:
     assert chunk_rows(1000, decoding=4, draft_tokens=2) == 60 - 8
     assert chunk_rows(1000, decoding=4, draft_tokens=20) == 30
+
+
+def sibling_starts(*, cuttable: bool, ahead: int) -> tuple[int, int | None]:
+    """Where a younger sibling is fed from, and whom it copies; the older one is `ahead` tokens behind the prompt."""
+    scheduler = Scheduler(Limits(2, 64, 0, cuttable=cuttable), Headlong())
+    prompt = tuple(range(20))
+    scheduler.submit(Request("older", prompt, 50, siblings="family"), 0.0)
+    for _ in range(1 + ahead):
+        _play(scheduler)
+    scheduler.submit(Request("younger", prompt, 50, siblings="family"), 0.0)
+    planned = scheduler.plan(0.0)
+    assert planned is not None
+    (window,) = (each for each in planned.windows if each.request_id == "younger")
+    return window.start, window.copies
+
+
+def _play(scheduler: Scheduler) -> None:
+    planned = scheduler.plan(0.0)
+    assert planned is not None
+    results = [
+        LaneResult(window, Acceptance((7,), 0) if window.samples else None, window.end) for window in planned.windows
+    ]
+    scheduler.commit(results, 0.0)
+
+
+def test_caches_that_cannot_be_cut_are_copied_only_where_they_stand() -> None:
+    assert sibling_starts(cuttable=True, ahead=3) == (19, 0)
+    assert sibling_starts(cuttable=True, ahead=0) == (19, 0)
+    assert sibling_starts(cuttable=False, ahead=0) == (19, 0)
+    assert sibling_starts(cuttable=False, ahead=1) == (0, None)

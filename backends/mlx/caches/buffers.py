@@ -1,22 +1,50 @@
-"""The key and value buffers of one attention layer: one pair per capacity class, `[rows, kv_heads, capacity, dim]`.
+"""The buffers of one attention layer: for each of its planes one per capacity class, `[rows, heads, places, dim]`.
 
-Owns the arrays and applies the changes that `LaneGroups` decides. Writes replace the only reference to a buffer, so MLX
-updates it in place; a view is made per use and never kept across a write (it would make the write copy the buffer).
+A layer that keeps keys and values has two planes; a quantized one has words, scales and biases of each. A layer that
+sees only so far back has fewer places than the class has positions (see `Sight`). Owns the arrays and applies the
+changes that `LaneGroups` decides. Writes replace the only reference to a buffer, so MLX updates it in place; a view is
+made per use and never kept across a write (it would make the write copy the buffer).
 """
+
+from typing import Protocol
 
 import mlx.core as mx
 import msgspec
 
-from backends.mlx.caches.groups import Change, Resize
+from backends.mlx.caches.groups import Change, Move, Resize
+from backends.mlx.caches.sight import EVERYTHING, Sight
+
+
+class Plane(msgspec.Struct, frozen=True):
+    """One kind of number that a layer caches per position."""
+
+    heads: int
+    dim: int
+    dtype: mx.Dtype
+
+
+class Planes(Protocol):
+    """What a layer caches per position."""
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        """In the order in which they are written."""
+        ...
 
 
 class LayerShape(msgspec.Struct, frozen=True):
-    """What one layer caches per position; key and value widths may differ."""
+    """Keys and values, of widths that may differ; no values if theirs is 0."""
 
     kv_heads: int
     key_dim: int
     value_dim: int
     dtype: mx.Dtype
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        """Keys, values."""
+        dims = (self.key_dim, self.value_dim) if self.value_dim else (self.key_dim,)
+        return tuple(Plane(self.kv_heads, dim, self.dtype) for dim in dims)
 
 
 class SliceWrite(msgspec.Struct, frozen=True):
@@ -48,34 +76,37 @@ Write = SliceWrite | ScatterWrite
 
 
 class LayerBuffers:
-    """Keys and values of every lane in one layer. Written by the caches that stand before it, on the engine thread."""
+    """What every lane caches in one layer. Written by the caches that stand before it, on the engine thread."""
 
-    def __init__(self, shape: LayerShape) -> None:
-        self._shape = shape
-        self._heads = mx.arange(shape.kv_heads)[None]
-        self.keys: dict[int, mx.array] = {}
-        self.values: dict[int, mx.array] = {}
+    def __init__(self, shape: Planes, sight: Sight = EVERYTHING) -> None:
+        self.sight = sight
+        self._planes = shape.planes
+        self._heads = mx.arange(self._planes[0].heads)[None]
+        self.planes: tuple[dict[int, mx.array], ...] = tuple({} for _ in self._planes)
+        """By capacity."""
+
+    @property
+    def keys(self) -> dict[int, mx.array]:
+        """The first plane."""
+        return self.planes[0]
+
+    @property
+    def values(self) -> dict[int, mx.array]:
+        """The last plane, which may be the first."""
+        return self.planes[-1]
 
     def apply(self, change: Change) -> None:
         """Resize a group or copy one lane to another seat."""
-        if isinstance(change, Resize):
-            self._resize(self.keys, change, self._shape.key_dim)
-            self._resize(self.values, change, self._shape.value_dim)
-            return
-        source, target, length = change.source, change.target, change.length
-        for buffers in (self.keys, self.values):
-            held = mx.contiguous(buffers[source.capacity][source.row, :, :length])
-            mx.eval(
-                held
-            )  # until it is made, it holds the buffer that it reads, and a write to that would copy all of it
-            buffer = buffers.pop(target.capacity)
-            buffer[target.row, :, :length] = held
-            buffers[target.capacity] = buffer
+        for plane, buffers in zip(self._planes, self.planes, strict=True):
+            if isinstance(change, Resize):
+                self._resize(buffers, change, plane)
+            else:
+                _copy(buffers, change)
 
-    def write(self, write: Write, keys: mx.array, values: mx.array) -> None:
-        """Store packed keys and values, `[rows, kv_heads, 1, dim]` each, where `write` says."""
-        for buffers, packed in ((self.keys, keys), (self.values, values)):
-            part = packed[write.first : write.last] if write.last - write.first < packed.shape[0] else packed
+    def write(self, write: Write, *packed: mx.array) -> None:
+        """Store what is packed for each plane, `[rows, heads, 1, dim]`, where `write` says."""
+        for buffers, rows in zip(self.planes, packed, strict=True):
+            part = rows[write.first : write.last] if write.last - write.first < rows.shape[0] else rows
             buffer = buffers.pop(write.capacity)
             if isinstance(write, SliceWrite):
                 lanes = (write.last - write.first) // write.width
@@ -85,18 +116,34 @@ class LayerBuffers:
                 buffer[write.rows, self._heads, write.positions] = part[:, :, 0]
             buffers[write.capacity] = buffer
 
+    def held(self, capacity: int, row: int, lanes: int, length: int) -> tuple[mx.array, ...]:
+        """Of each plane the first `length` places of neighbouring rows, `[lanes, heads, length, dim]`."""
+        return tuple(buffers[capacity][row : row + lanes, :, :length] for buffers in self.planes)
+
     def arrays(self) -> list[mx.array]:
         """All buffers, to be evaluated where nothing else depends on them."""
-        return [*self.keys.values(), *self.values.values()]
+        return [buffer for buffers in self.planes for buffer in buffers.values()]
 
-    def _resize(self, buffers: dict[int, mx.array], change: Resize, dim: int) -> None:
+    def _resize(self, buffers: dict[int, mx.array], change: Resize, plane: Plane) -> None:
         old = buffers.pop(change.capacity, None)
         if change.rows == 0:
             return
-        buffer = mx.zeros((change.rows, self._shape.kv_heads, change.capacity, dim), self._shape.dtype)
+        places = self.sight.places(change.capacity)
+        buffer = mx.zeros((change.rows, plane.heads, places, plane.dim), plane.dtype)
         if old is not None:
             buffer[: old.shape[0]] = old
         buffers[change.capacity] = buffer
+
+
+def _copy(buffers: dict[int, mx.array], move: Move) -> None:
+    source, target = buffers[move.source.capacity], move.target
+    length = min(move.length, source.shape[2])
+    held = mx.contiguous(source[move.source.row, :, :length])
+    mx.eval(held)  # until it is made, it holds the buffer that it reads, and a write to that would copy all of it
+    del source
+    buffer = buffers.pop(target.capacity)
+    buffer[target.row, :, :length] = held
+    buffers[target.capacity] = buffer
 
 
 def _to_lanes(packed: mx.array, lanes: int) -> mx.array:

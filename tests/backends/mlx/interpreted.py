@@ -11,6 +11,7 @@ import numpy as np
 
 from backends.mlx.caches.buffers import ScatterWrite, SliceWrite, Write
 from backends.mlx.caches.groups import LaneGroups
+from backends.mlx.caches.sight import EVERYTHING, Sight
 from backends.mlx.layout import PackedLayout, Rectangle
 from backends.mlx.rectangle import PaddedLayout
 from scheduler.round import Window
@@ -38,19 +39,21 @@ class Placed(msgspec.Struct, frozen=True):
 class KeyMemory:
     """A layer's buffers as dictionaries, full of other lanes' keys and stale ones. Written by the layout's writes."""
 
-    def __init__(self, placed: Placed) -> None:
+    def __init__(self, placed: Placed, sight: Sight = EVERYTHING) -> None:
         self.keys: dict[tuple[int, int, int], Key] = {}
-        """(capacity, row, position) -> what stands there."""
+        """(capacity, row, place) -> what stands there."""
+        self._sight = sight
         for slot, length in placed.lengths.items():
             seat = placed.groups.seat(slot)
+            places = sight.places(seat.capacity)
             for position in range(length):
-                self.keys[seat.capacity, seat.row, position] = (slot, position)
+                self.keys[seat.capacity, seat.row, position % places] = (slot, position)
 
     def write(self, write: Write, rows: Sequence[Key]) -> None:
         """Store the keys of all packed rows where `write` says."""
         part = rows[write.first : write.last]
         for key, row, position in zip(part, *_targets(write), strict=True):
-            assert 0 <= position < write.capacity
+            assert 0 <= position < self._sight.places(write.capacity)
             self.keys[write.capacity, row, position] = key
 
     def look(self, capacity: int, row: int, positions: Iterable[int]) -> tuple[Key | None, ...]:
@@ -79,23 +82,33 @@ def packed_rows(layout: PackedLayout) -> list[Key]:
     ]
 
 
-def packed_memory(layout: PackedLayout, placed: Placed) -> KeyMemory:
+def packed_memory(layout: PackedLayout, placed: Placed, sight: Sight = EVERYTHING) -> KeyMemory:
     """What stands in the buffers after the layout's writes."""
-    memory = KeyMemory(placed)
+    memory = KeyMemory(placed, sight)
     for write in layout.writes:
         memory.write(write, packed_rows(layout))
     return memory
 
 
-def see_packed(layout: PackedLayout, placed: Placed) -> list[Seen]:
+def see_packed(layout: PackedLayout, placed: Placed, sight: Sight = EVERYTHING) -> list[Seen]:
     """What each packed row's attention output is made of, in packed order."""
-    memory = packed_memory(layout, placed)
-    outputs = [seen for rectangle in layout.rectangles for seen in _see_rectangle(rectangle, memory)]
+    before, after = KeyMemory(placed, sight), packed_memory(layout, placed, sight)
+    rows = packed_rows(layout)
+    outputs = []
+    for rectangle in layout.rectangles:
+        if rectangle.wide:
+            ring = before.look(rectangle.capacity, rectangle.row, range(sight.places(rectangle.capacity)))
+            keys = [(*ring, *rows[rectangle.first : rectangle.last])]
+        else:
+            lanes = range(rectangle.row, rectangle.row + rectangle.lanes)
+            keys = [after.look(rectangle.capacity, row, range(rectangle.length)) for row in lanes]
+        outputs += _see_rectangle(rectangle, keys)
     order = range(layout.rows) if layout.outputs is None else np.array(layout.outputs).tolist()
     return [outputs[place] for place in order]
 
 
-def _see_rectangle(rectangle: Rectangle, memory: KeyMemory) -> list[Seen]:
+def _see_rectangle(rectangle: Rectangle, keys: Sequence[Sequence[Key | None]]) -> list[Seen]:
+    """`keys` are what stands before each of its lanes."""
     lanes, width = rectangle.lanes, rectangle.width
     queries = (
         range(rectangle.first, rectangle.last) if rectangle.queries is None else np.array(rectangle.queries).tolist()
@@ -105,7 +118,7 @@ def _see_rectangle(rectangle: Rectangle, memory: KeyMemory) -> list[Seen]:
     return [
         Seen(
             queries[lane * width + column],
-            memory.look(rectangle.capacity, rectangle.row + lane, np.flatnonzero(visible[lane, column]).tolist()),
+            tuple(keys[lane][place] for place in np.flatnonzero(visible[lane, column]).tolist()),
         )
         for lane in range(lanes)
         for column in range(width)

@@ -11,7 +11,7 @@ from mlx_lm.generate import generate_step
 
 from backends.base import Flight, Masks, ModelInfo
 from backends.mlx.backend import MLXBackend, MLXFlight
-from backends.mlx.build import layer_shapes, paths
+from backends.mlx.build import paths, prepare
 from backends.mlx.runtime import load_blas, set_blas_threads
 from backends.mlx.verify import Forward, PackedForward, PaddedForward
 from backends.noise import gumbel, row_key, token_hash
@@ -195,7 +195,8 @@ def serve(
     forward: Forward, arrivals: Iterable[Arrival], config: EngineConfig, sources: Sequence[DraftSource] = ()
 ) -> Served:
     """Run the loop until all mail is read and all requests have ended; the forward is left without lanes."""
-    backend = RecordingBackend(MLXBackend(INFO, forward))
+    info = msgspec.structs.replace(INFO, cuttable=forward.cuttable)
+    backend = RecordingBackend(MLXBackend(info, forward))
     pending = sorted(arrivals, key=lambda arrival: arrival.step)
     steps = 0
 
@@ -246,7 +247,7 @@ class Paths(msgspec.Struct, frozen=True):
 
 def both_paths(model: nn.Module) -> Paths:
     """Both forwards of a model, by mlx's own attention; nothing is checked."""
-    packed, padded = paths(model, layer_shapes(model, "tiny"), attention=mx.fast.scaled_dot_product_attention)
+    packed, padded = paths(model, prepare(model), attention=mx.fast.scaled_dot_product_attention)
     assert isinstance(packed, PackedForward)
     assert isinstance(padded, PaddedForward)
     return Paths(model, packed, padded)

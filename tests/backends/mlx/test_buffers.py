@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from backends.mlx.backend import MLXBackend
 from backends.mlx.caches.buffers import LayerBuffers, LayerShape, ScatterWrite, SliceWrite
 from backends.mlx.caches.groups import LaneGroups, Move, Resize, Seat
+from backends.mlx.caches.sight import EVERYTHING, Sight
 from backends.mlx.layout import packed_layout
 from scheduler.round import Window
 from tests.backends.mlx.random_models import random_model
@@ -27,10 +28,12 @@ NARROW = LayerShape(kv_heads=2, key_dim=3, value_dim=1, dtype=mx.float32)
 class Buffers(RuleBasedStateMachine):
     """Rounds of random windows through the packed layout's own writes. The model holds each lane's keys and values."""
 
+    sight = EVERYTHING
+
     @initialize()
     def start(self) -> None:
         self.groups = LaneGroups()
-        self.buffers = LayerBuffers(NARROW)
+        self.buffers = LayerBuffers(NARROW, self.sight)
         self.keys: dict[int, np.ndarray] = {}
         self.values: dict[int, np.ndarray] = {}
         self.written = 0
@@ -45,7 +48,7 @@ class Buffers(RuleBasedStateMachine):
         windows = [window_of(slot, starts[slot], width) for slot, width in rows.items()]
         for change in self.groups.place({each.slot: (each.end, each.start) for each in windows}):
             self.buffers.apply(change)
-        layout = packed_layout(windows, self.groups)
+        layout = packed_layout(windows, self.groups, self.sight)
         keys, values = self.numbers(layout.rows, 3), self.numbers(layout.rows, 1)
         for write in layout.writes:
             self.buffers.write(write, mx.array(keys[:, :, None]), mx.array(values[:, :, None]))
@@ -76,14 +79,36 @@ class Buffers(RuleBasedStateMachine):
     def every_lane_holds_its_own(self) -> None:
         for slot, expected in self.keys.items():
             seat, length = self.groups.seat(slot), len(expected)
-            keys = np.array(self.buffers.keys[seat.capacity])[seat.row, :, :length]
-            values = np.array(self.buffers.values[seat.capacity])[seat.row, :, :length]
-            assert np.array_equal(keys.swapaxes(0, 1), expected)
-            assert np.array_equal(values.swapaxes(0, 1), self.values[slot])
+            kept = np.arange(max(0, length - self.sight.reach) if self.sight.reach else 0, length)
+            places = kept % self.sight.places(seat.capacity)
+            keys = np.array(self.buffers.keys[seat.capacity])[seat.row][:, places]
+            values = np.array(self.buffers.values[seat.capacity])[seat.row][:, places]
+            assert np.array_equal(keys.swapaxes(0, 1), expected[kept])
+            assert np.array_equal(values.swapaxes(0, 1), self.values[slot][kept])
+
+    @invariant()
+    def rings_are_bounded(self) -> None:
+        if self.sight.span:
+            assert all(array.shape[2] <= self.sight.span for array in self.buffers.arrays())
+
+
+class Rings(Buffers):
+    """Of a layer that sees 20 positions: what it may still need is there, also when drafts were rejected."""
+
+    sight = Sight(window=20)
+
+
+class WideRings(Buffers):
+    """Of a layer that sees 300: lanes lie as in any buffer until they outgrow a class."""
+
+    sight = Sight(window=300)
 
 
 TestBuffers = Buffers.TestCase
-TestBuffers.settings = settings(max_examples=40, stateful_step_count=15)
+TestRings = Rings.TestCase
+TestWideRings = WideRings.TestCase
+for _machine in (TestBuffers, TestRings, TestWideRings):
+    _machine.settings = settings(max_examples=40, stateful_step_count=15)
 
 
 # ---- what it costs ---------------------------------------------------------------------------------------------------

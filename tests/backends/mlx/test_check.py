@@ -1,14 +1,16 @@
 """A model is served on a path on which its lanes agree with single sequences, or refused with the reason."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import msgspec
 import pytest
+from mlx_lm.models.cache import CacheList, ConcatenateKVCache, KVCache, RotatingKVCache
 
-from backends.mlx.build import build_forward
+from backends.mlx.build import build_forward, prepare
+from backends.mlx.build import paths as paths_of
 from backends.mlx.check import Disagreement, check_lanes
 from backends.mlx.load import LoadError
 from backends.mlx.verify import Draws, Forward, PackedForward, PaddedForward, Verified
@@ -43,26 +45,7 @@ def test_a_right_model_passes_and_leaves_no_lane(path: str) -> None:
     assert paths[path].buffers() == []
 
 
-# ---- models of mlx-lm that go wrong ----------------------------------------------------------------------------------
-
-
-def test_gemma2_which_mixes_up_as_many_lanes_as_kv_heads_is_refused() -> None:
-    """Its masks have a rank too few: it raises at 3 lanes, and at 2, with 2 KV heads, it diverges silently."""
-    with pytest.raises(LoadError, match=r"tiny-gemma: .*PaddedForward: at 2 lanes, logits differ"):
-        build_forward(random_model("gemma2"), VOCABULARY, "tiny-gemma")
-
-
-def test_a_model_that_raises_for_several_lanes_is_refused_on_both_paths() -> None:
-    with pytest.raises(LoadError, match=r"PackedForward: .*PaddedForward: "):
-        build_forward(random_model("gpt_bigcode"), VOCABULARY, "tiny-bigcode")
-
-
-def test_a_model_without_the_seam_takes_the_padded_path_and_is_right() -> None:
-    """gemma2 brings its own attention; with as many KV heads as heads its masks happen to be right."""
-    model = random_model("gemma2", num_key_value_heads=4)
-    forward = build_forward(model, VOCABULARY, "gemma2")
-    assert isinstance(forward, PaddedForward)
-    assert_served_as_alone(forward, random_model("gemma2", num_key_value_heads=4))
+# ---- models that are refused, or take the padded path ----------------------------------------------------------------
 
 
 def assert_served_as_alone(forward: Forward, model: nn.Module) -> None:
@@ -74,18 +57,55 @@ def assert_served_as_alone(forward: Forward, model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "config", "cache"),
+    ("made", "named"),
     [
-        ("llama", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}, "RotatingKVCache"),
-        ("mamba", {}, "ArraysCache"),
-        ("gemma3_text", {"sliding_window": 16, "sliding_window_pattern": 2}, "RotatingKVCache"),
+        (ConcatenateKVCache(), "ConcatenateKVCache"),
+        (CacheList(KVCache(), ConcatenateKVCache()), "ConcatenateKVCache"),
+        (RotatingKVCache(16, keep=4), "RotatingKVCache that keeps its first 4 positions"),
     ],
 )
-def test_models_with_other_caches_are_refused_by_the_name_of_the_cache(
-    kind: str, config: dict[str, Any], cache: str
-) -> None:
-    with pytest.raises(LoadError, match=rf"^tiny: its layers cache in {cache}; only full attention"):
-        build_forward(random_model(kind, **config), VOCABULARY, "tiny")
+def test_a_cache_of_no_known_family_is_refused_by_its_name(made: object, named: str) -> None:
+    model = random_model("llama")
+    model.make_cache = lambda: [made for _ in model.layers]
+    with pytest.raises(LoadError, match=rf"^tiny: its layers cache in a {named}, which cannot be served yet"):
+        build_forward(model, VOCABULARY, "tiny")
+
+
+def test_a_window_that_its_cache_does_not_keep_is_refused() -> None:
+    """The model asks for a mask of 17 positions, and keeps 16: what it says depends on how its prompt was cut."""
+    model = random_model("llama", layer_types=["sliding_attention", "full_attention"], sliding_window=17)
+    model.make_cache = lambda: [RotatingKVCache(16), KVCache()]
+    with pytest.raises(LoadError, match="a mask of 17 positions over a cache of 16"):
+        build_forward(model, VOCABULARY, "tiny")
+    model.make_cache = lambda: [KVCache(), KVCache()]
+    with pytest.raises(LoadError, match="a mask of 17 positions over a cache of all"):
+        build_forward(model, VOCABULARY, "tiny")
+
+
+class Peeking(nn.Module):
+    """A layer's attention that looks at what is cached besides attending it, as one that chooses among keys does."""
+
+    def __init__(self, inner: nn.Module, *, attends: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.inner = inner
+        self._attends = attends
+
+    def __call__(self, hidden: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        if self._attends:
+            out: mx.array = self.inner(hidden, mask, cache)
+            return out if cache.keys is None else out + 0.0
+        keys, _ = cache.update_and_fetch(*(hidden[:, None, :, :32].reshape(-1, 2, hidden.shape[1], 16),) * 2)
+        return hidden * keys.mean()
+
+
+@pytest.mark.parametrize("attends", [True, False])
+def test_a_model_that_looks_at_cached_keys_by_itself_is_refused_on_packed_rows(attends: bool) -> None:
+    """However short the texts are that it is tried on: beyond them it may choose among its keys."""
+    model = random_model("llama")
+    model.layers[1].self_attn = Peeking(model.layers[1].self_attn, attends=attends)
+    packed = paths_of(model, prepare(model), attention=mx.fast.scaled_dot_product_attention)[0]
+    with pytest.raises(ValueError, match="the model looks at cached keys past the attention function"):
+        check(model, packed)
 
 
 # ---- models that are broken on purpose -------------------------------------------------------------------------------
@@ -207,12 +227,18 @@ def test_a_model_that_goes_past_the_seam_falls_to_the_padded_path_and_is_right()
 class BrokenForward:
     """A forward whose windows are changed on their way. Written by `check_lanes`."""
 
+    recurrent = False
+    cuttable = True
+
     def __init__(self, inner: Forward, change: Callable[[Window], Window]) -> None:
         self._inner = inner
         self._change = change
 
     def run(self, windows: Sequence[Window], carried: Draws | None) -> Verified:
         return self._inner.run([self._change(window) for window in windows], carried)
+
+    def keep(self, kept: Mapping[int, int]) -> None:
+        self._inner.keep(kept)
 
     def release(self, slot: int) -> None:
         self._inner.release(slot)

@@ -18,7 +18,7 @@ from mlx.utils import tree_map
 
 from backends import reference
 from backends.mlx.build import load_backend
-from backends.mlx.caches.full import PackedCache
+from backends.mlx.caches.packed import PackedCache
 from backends.mlx.drafts.model import CATCH_UP_ROWS, DraftModel, DraftModelFacts
 from backends.mlx.load import LoadError
 from backends.mlx.verify import Draws, Forward, Verified
@@ -27,6 +27,7 @@ from scheduler.draft import Draft, DraftAsk, DraftSource
 from scheduler.request import DraftCount, Request, Sampling
 from scheduler.round import Window
 from tests.backends.draws import near_tie, samplings
+from tests.backends.mlx.architectures import ARCHITECTURES
 from tests.backends.mlx.random_models import VOCABULARY, random_model
 from tests.backends.mlx.serving import Paths, Served, both_paths, one_blas_thread, prompt_of, serve, submissions
 from tests.backends.mlx.tiny_models import write_folder, write_json
@@ -489,7 +490,9 @@ class Told:
 
 
 def loaded_drafter(folder: Path, drafting: Path, told: Told | None = None) -> DraftSource:
-    backend = load_backend(str(folder), folder / "no-home", "float32", told or Told(), "here", str(drafting))
+    backend = load_backend(
+        str(folder), folder / "no-home", "float32", told or Told(), "here", draft_model=str(drafting)
+    )
     (source,) = backend.drafters
     return source
 
@@ -513,7 +516,9 @@ def test_a_model_that_drafts_for_itself_is_loaded_once_and_keeps_its_lanes_apart
 ) -> None:
     """Even a call of the drafter that fails half-way leaves nothing behind in the model that both use."""
     told, twice = Told(), Told()
-    backend = load_backend(str(folder), folder / "no-home", "float32", told, "here", str(folder / ".." / "target"))
+    backend = load_backend(
+        str(folder), folder / "no-home", "float32", told, "here", draft_model=str(folder / ".." / "target")
+    )
     (source,) = backend.drafters
     loaded_drafter(folder, drafting_folder(folder, TOKENIZER), twice)
     assert 2 * told.stages.count("load") == twice.stages.count("load") > 0
@@ -567,11 +572,15 @@ def test_pieces_with_scores_are_compared_too(folder: Path) -> None:
 
 
 def test_a_draft_model_that_cannot_be_served_in_lanes_is_refused(folder: Path) -> None:
-    gemma = {"model_type": "gemma2", "head_dim": 16, "num_key_value_heads": 2}
     with pytest.raises(LoadError, match="drafting: several lanes at once"):
-        loaded_drafter(folder, drafting_folder(folder, TOKENIZER, gemma))
+        loaded_drafter(folder, drafting_folder(folder, TOKENIZER, {"model_type": "plamo3"} | ARCHITECTURES["plamo3"]))
+
+
+def test_a_draft_model_whose_layers_carry_a_state_is_refused(folder: Path) -> None:
+    with pytest.raises(LoadError, match="drafting: its layers carry a state"):
+        loaded_drafter(folder, drafting_folder(folder, TOKENIZER, {"model_type": "mamba"} | ARCHITECTURES["mamba"]))
 
 
 def test_a_draft_model_that_is_nowhere_is_refused(folder: Path) -> None:
     with pytest.raises(LoadError, match="neither an installed model"):
-        load_backend(str(folder), folder / "no-home", "float32", Told(), "here", "nowhere-to-be-found")
+        load_backend(str(folder), folder / "no-home", "float32", Told(), "here", draft_model="nowhere-to-be-found")

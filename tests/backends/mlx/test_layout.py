@@ -2,11 +2,14 @@
 
 from typing import Any
 
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.mlx.caches.buffers import SliceWrite
 from backends.mlx.caches.groups import LaneGroups
+from backends.mlx.caches.sight import HEADROOM, Sight, held
 from backends.mlx.layout import WIDEST_SHARED, packed_layout, width_class
 from backends.mlx.rectangle import padded_layout
 from tests.backends.mlx.interpreted import Placed, packed_memory, packed_rows, see_packed, see_padded
@@ -49,6 +52,72 @@ def test_every_packed_row_sees_exactly_its_own_lanes_past(placed: Placed) -> Non
     assert [each.query for each in seen] == list(range(layout.rows))
     for (slot, position), each in zip(rows, seen, strict=True):
         assert each.keys == past(slot, position)
+
+
+SIGHTS = st.sampled_from([Sight(window=1), Sight(window=16), Sight(window=40), Sight(window=300), Sight(chunk=24)])
+
+
+def in_sight(sight: Sight, slot: int, position: int) -> set[tuple[int, int]]:
+    """Said once more, in other words than the code's."""
+    seen = set(past(slot, position))
+    if sight.window:
+        return {(each, place) for each, place in seen if position - place < sight.window}
+    return {(each, place) for each, place in seen if place // sight.chunk == position // sight.chunk}
+
+
+@settings(max_examples=250)
+@given(placed=rounds(together=False), sight=SIGHTS)
+def test_where_layers_see_only_so_far_every_row_sees_exactly_that(placed: Placed, sight: Sight) -> None:
+    layout = packed_layout(placed.windows, placed.groups, sight)
+    seen = see_packed(layout, placed, sight)
+    assert [each.query for each in seen] == list(range(layout.rows))
+    for (slot, position), each in zip(packed_rows(layout), seen, strict=True):
+        assert len(each.keys) == len(set(each.keys))
+        assert set(each.keys) == in_sight(sight, slot, position)
+
+
+@settings(max_examples=250)
+@given(
+    window=st.integers(1, 40),
+    length=st.integers(1, 700),
+    drafted=st.lists(st.tuples(st.integers(1, HEADROOM), st.floats(0, 1)), min_size=1, max_size=6),
+)
+def test_a_rejected_draft_never_overwrites_what_is_still_in_sight(
+    window: int, length: int, drafted: list[tuple[int, float]]
+) -> None:
+    """Window after window of one lane, each cut anywhere behind its first row; the ring is read after every write."""
+    sight = Sight(window=window)
+    ring: dict[int, int] = {position % sight.span: position for position in range(length)}
+    for rows, share in drafted:
+        end = length + rows
+        ring |= {position % sight.span: position for position in range(length, end)}
+        for query in range(length, end):
+            for position in range(max(0, query - window + 1), query + 1):
+                assert ring[position % sight.span] == position
+        stood = held(sight.span, min(end, sight.span), np.array([end], dtype=np.int32))[0]
+        first = max(0, length - window + 1)
+        assert [ring[place] for place in range(len(stood)) if stood[place] >= first] == [
+            position for position in stood.tolist() if position >= first
+        ]
+        length += 1 + int(share * (rows - 1))
+
+
+def test_a_draft_wider_than_the_head_room_is_refused() -> None:
+    groups = LaneGroups()
+    groups.place({0: (400, 300)})
+    wide = window_of(0, 300, HEADROOM + 1, drafted=HEADROOM)
+    with pytest.raises(ValueError, match="head-room"):
+        packed_layout([wide], groups, Sight(window=16))
+    assert packed_layout([wide], groups, Sight(window=1000)).rows == HEADROOM + 1
+
+
+@given(start=st.integers(0, 700))
+def test_a_ring_holds_no_more_than_its_span(start: int) -> None:
+    for sight in (Sight(window=16), Sight(chunk=100)):
+        assert sight.places(1 << 20) == sight.span == sight.reach + HEADROOM
+        assert sight.places(256) == min(256, sight.span)
+        keys = held(sight.span, sight.span, np.array([start], dtype=np.int32))[0]
+        assert sorted(keys[keys >= 0]) == list(range(max(0, start - sight.span), start))
 
 
 @settings(max_examples=100)

@@ -12,7 +12,7 @@ from mlx_lm.models import base, gemma2, llama
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
 from backends.mlx.caches.buffers import LayerBuffers, LayerShape
-from backends.mlx.caches.full import PackedCache
+from backends.mlx.caches.packed import PackedCache
 from backends.mlx.seam import HeadRows, install_attention, install_head
 from tests.backends.mlx.random_models import VOCABULARY, random_model
 from tests.backends.mlx.serving import Paths, both_paths, prompt_of
