@@ -7,6 +7,7 @@ from types import FrameType
 
 import typer
 
+from deploy.bench.caches import caches
 from deploy.bench.constrained import constrained
 from deploy.bench.drafting import drafting
 from deploy.bench.everything import everything
@@ -29,6 +30,7 @@ SUBCOMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("drafting", drafting),
     ("overhead", overhead),
     ("rounds", rounds),
+    ("caches", caches),
     ("sampling", sampling),
     ("schemas", schemas),
     ("constrained", constrained),
