@@ -108,7 +108,10 @@ class Backend(Protocol):
         ...
 
     def keep(self, kept: Mapping[int, int]) -> dict[int, int]:
-        """Cut each slot to its kept length, and return how far each one is really cached (contract rule 15)."""
+        """Cut each slot to its kept length, and return how far each one is really cached (contract rule 15).
+
+        Called once for every `verify`, in order; slots that are not named keep all.
+        """
         ...
 
     def release(self, slot: int) -> None:

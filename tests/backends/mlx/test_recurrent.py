@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator
 from functools import cache
 from itertools import product
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -11,14 +12,15 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
-from backends.mlx.build import build_forward
+from backends.mlx.build import build_forward, load_backend
 from backends.mlx.caches.recurrent import RecurrentCache
 from backends.mlx.owners import install_owners
 from backends.mlx.verify import PackedForward
 from engine.config import EngineConfig
 from scheduler.request import Request, Sampling
-from tests.backends.mlx.architectures import VOCABULARY, tiny_model
+from tests.backends.mlx.architectures import ARCHITECTURES, VOCABULARY, tiny_model
 from tests.backends.mlx.serving import OracleDrafts, greedy, one_blas_thread, prompt_of, serve, solo, submissions
+from tests.backends.mlx.tiny_models import write_folder
 from tests.backends.mlx.windows import chunk, decode
 
 NAMES = ("mamba", "mamba2", "qwen3_next", "lfm2", "rwkv7", "recurrent_gemma", "falcon_h1", "baichuan_m1")
@@ -160,6 +162,22 @@ def test_siblings_copy_a_state_that_stands_where_they_begin_or_prefill_themselve
     windows = [window for one in played.rounds for window in one.windows]
     assert sum(window.copies is not None for window in windows) == lanes - 1
     assert sum(window.rows for window in windows if not window.samples) == (len(prompt) - 1) * (5 - lanes)
+
+
+def test_a_hybrid_that_was_loaded_and_warmed_up_serves_right(tmp_path: Path) -> None:
+    """From its folder, as the server does it: rounds that are timed at load leave nothing unsettled."""
+    folder = tmp_path / "hybrid"
+    model = write_folder(folder, {"model_type": "qwen3_5"} | ARCHITECTURES["qwen3_5"], dtype=mx.float32)
+    backend = load_backend(str(folder), tmp_path, "float32", lambda *_: None, "here")
+    assert not backend.info.cuttable
+    assert len(backend.info.timed_rounds) >= 3
+    requests = [greedy(f"lane-{lane}", prompt_of(lane, 9 + 30 * lane, VOCABULARY), 30) for lane in range(3)]
+    answers = {each.request_id: (*each.prompt, *solo(model, each).tokens) for each in requests}
+    source = OracleDrafts(answers, VOCABULARY, lambda lane, turn: (3, (lane + turn) % 4))
+    config = EngineConfig(max_lanes=3, round_rows=40, draft_tokens=4)
+    played = serve(backend._forward, submissions(requests, every=2), config, [source])
+    for request in requests:
+        assert (*request.prompt, *played.tokens[request.request_id]) == answers[request.request_id]
 
 
 # ---- what must not happen --------------------------------------------------------------------------------------------
