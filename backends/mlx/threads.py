@@ -14,11 +14,11 @@ FIRST_PROBE = 16
 LAST_PROBE = 512
 """Probes that lose double the wait for the next one, up to this."""
 SOON = 4
-"""Rounds after which the way that was just left is tried again: what made it look slow may have been a hiccup."""
+"""Rounds after which a way that served long is tried again once it was left: what made it slow may have been a hiccup."""
+LONG = 64
+"""Rounds that make a stay a long one. A way that is left sooner than that waits twice as long as the last time."""
 _WEIGHT = 0.3
-"""Share of the newest round in a way's running mean."""
-_OUTLIER = 3.0
-"""A round so many times as long as its way's mean counts as that: one hiccup shall not drive a good way out."""
+"""Share of the newest round in a way's running mean. Hiccups count in full: they are what all threads suffer from."""
 
 
 class _Ways:
@@ -28,9 +28,21 @@ class _Ways:
         self.seconds: dict[int, float] = {}
         self.waited = 0
         self.wait = FIRST_PROBE
+        self.stayed = 0
+        """Rounds since the best way changed."""
+        self.retreat = SOON
 
     def best(self) -> int:
         return min(self.seconds, key=lambda threads: self.seconds[threads])
+
+    def move(self, wait: int) -> None:
+        """The best way is another one now; the next probe comes after so many rounds."""
+        self.wait, self.waited, self.stayed = wait, 0, 0
+
+    def retreating(self) -> int:
+        """How long the way that was just left has to wait."""
+        self.retreat = SOON if self.stayed >= LONG else min(2 * self.retreat, LAST_PROBE)
+        return self.retreat
 
 
 class ThreadChoice:
@@ -67,9 +79,10 @@ class ThreadChoice:
             return
         best = ways.best()
         won = threads != best and seconds < ways.seconds[best]
-        ways.seconds[threads] = seconds if won else mean + _WEIGHT * (min(seconds, _OUTLIER * mean) - mean)
+        ways.seconds[threads] = seconds if won else mean + _WEIGHT * (seconds - mean)
+        ways.stayed += 1
         if ways.best() != best:
-            ways.wait, ways.waited = (FIRST_PROBE if won else SOON), 0
+            ways.move(FIRST_PROBE if won else ways.retreating())
         elif threads != best:
             ways.wait = min(2 * ways.wait, LAST_PROBE)
 
