@@ -14,7 +14,7 @@ FIRST_PROBE = 16
 LAST_PROBE = 512
 """Probes that lose double the wait for the next one, up to this."""
 SOON = 4
-"""Rounds after which a way that served long is tried again once it was left: what made it slow may have been a hiccup."""
+"""Rounds after which a way that served long is tried again once it was left: it may have been a hiccup."""
 LONG = 64
 """Rounds that make a stay a long one. A way that is left sooner than that waits twice as long as the last time."""
 _WEIGHT = 0.3
