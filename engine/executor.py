@@ -27,6 +27,8 @@ class FlyingRound(msgspec.Struct, frozen=True):
     flight: Flight
     launched: float
     """When the backend was given it, in seconds."""
+    asked: float = 0.0
+    """How long sources were asked whose asking takes time, in seconds."""
 
 
 class Executor:
@@ -54,10 +56,12 @@ class Executor:
             return FlyingRound(planned, self._backend.verify(planned.windows, after.flight), launched)
         self._constraints.open(planned.windows)
         offers = self.offer(planned)
+        begun = self._clock()
         drafted = self._ask_costly(planned, offers, self._scheduler.draft(planned))
+        asked = self._clock() - begun if self._ladder.costly else 0.0
         masks = self._constraints.fill(drafted.windows)
         launched = self._clock()
-        return FlyingRound(drafted, self._backend.verify(drafted.windows, masks=masks), launched)
+        return FlyingRound(drafted, self._backend.verify(drafted.windows, masks=masks), launched, asked)
 
     def offer(self, coming: Round) -> Offers:
         """Ask the sources how the lanes that draw in a round go on, and tell the scheduler."""

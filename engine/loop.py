@@ -53,8 +53,8 @@ class Loop:
         self._mailbox = mailbox
         self._clock = clock
         self._ahead: FlyingRound | None = None
-        self._landed = 0.0
-        """When the last round was read."""
+        self._landed: float | None = None
+        """When the last round was read; None if nothing was served since."""
 
     @property
     def idle(self) -> bool:
@@ -75,6 +75,7 @@ class Loop:
         flying, self._ahead = self._ahead, None
         planned = flying.round if flying else self._scheduler.plan(self._clock())
         if planned is None:
+            self._landed = None
             return events
         try:
             if flying is None:
@@ -95,9 +96,12 @@ class Loop:
         return events
 
     def _time(self, flown: FlyingRound) -> None:
-        """From when the backend had the round to itself: its launch, or the landing of the one before."""
+        """From the landing of the one before: what the host does between two rounds is a price of rounds that cannot be
+        planned ahead. Sources that cost time are counted by themselves.
+        """
         now = self._clock()
-        self._scheduler.timed(flown.round, now - max(flown.launched, self._landed))
+        begun = flown.launched if self._landed is None else self._landed + flown.asked
+        self._scheduler.timed(flown.round, now - begun)
         self._landed = now
 
     def _fail(self, lost: Round, error: Exception) -> list[Event]:
