@@ -14,6 +14,7 @@ from engine.messages import Message, Submit
 from scheduler.cost import RoundShape
 from scheduler.draft import Draft, DraftAsk, DraftSource
 from scheduler.events import Tokens
+from scheduler.pace import Headlong
 from scheduler.request import Request, Sampling
 from scheduler.round import Drawn, Window, shape_of
 from scheduler.suffix import SuffixDrafts
@@ -278,3 +279,49 @@ def test_a_costly_source_is_asked_as_far_as_it_pays(price: float, right: float, 
     assert model.asked > 2, "it is tried at least"
     if gain < 1:
         assert model.asked < 30
+
+
+class Recording(Headlong):
+    """Writes down how long rounds are said to take."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def timed(self, shape: RoundShape, seconds: float) -> None:
+        self.seconds.append(seconds)
+
+
+class Slow(Always):
+    """A source that the host thinks about for three seconds."""
+
+    def __init__(self, plain: Mapping[str, tuple[int, ...]], backend: Priced) -> None:
+        super().__init__(plain, 0)
+        self._backend = backend
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
+        self._backend.now += 3.0
+        return super().propose(asks)
+
+
+def test_what_the_host_does_between_two_rounds_is_a_part_of_their_price() -> None:
+    """Two requests, one after the other: a round behind an idle time is timed from its launch."""
+    backend, planner = Priced(lambda _: 1.0), Recording()
+    asked = requests(2, 12)
+    mail: list[Message] = []
+    loop = Loop(
+        backend,
+        EngineConfig(1, 100, 3),
+        sources=[Slow(plain_texts(asked), backend)],
+        mailbox=lambda: [mail.pop() for _ in range(len(mail))],
+        clock=lambda: backend.now,
+        pace=planner,
+    )
+    for request in asked:
+        mail.append(Submit(request))
+        while mail or not loop.idle:
+            loop.step()
+        loop.step()
+        backend.now += 100.0
+    each = len(planner.seconds) // 2
+    assert each >= 3
+    assert planner.seconds == [1.0, *[4.0] * (each - 1)] * 2
