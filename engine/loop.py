@@ -54,7 +54,7 @@ class Loop:
         self._clock = clock
         self._ahead: FlyingRound | None = None
         self._landed: float | None = None
-        """When the last round was read; None if nothing was served since."""
+        """When the last round was read; None if the next one does not come straight behind it."""
 
     @property
     def idle(self) -> bool:
@@ -93,6 +93,8 @@ class Loop:
             return events + self._fail(planned, error)  # the round ahead holds no lane that this one lacks
         events += self._scheduler.commit(results, self._clock())
         self._executor.dismiss_departed()
+        if self.idle:
+            self._landed = None
         return events
 
     def _time(self, flown: FlyingRound) -> None:
@@ -106,7 +108,7 @@ class Loop:
 
     def _fail(self, lost: Round, error: Exception) -> list[Event]:
         _log.exception("a round's forward failed")
-        self._ahead = None
+        self._ahead, self._landed = None, None
         request_ids = [window.request_id for window in lost.windows]
         message = f"the model's forward failed: {type(error).__name__}"
         events = self._read_mail()  # a cancel that came during the forward outranks its failure

@@ -129,7 +129,28 @@ class LaneStore:
                 layer.apply(change)
 
 
-class PackedForward:
+class StoredForward:
+    """What both forwards do with the lanes' seats."""
+
+    def __init__(self, model: nn.Module, head: HeadRows, *, together: bool) -> None:
+        self._model = model
+        self._head = head
+        self._store = LaneStore(together=together)
+
+    def release(self, slot: int) -> None:
+        """Give a lane's seat back. Idempotent."""
+        self._store.release(slot)
+
+    def reset(self) -> None:
+        """Give all seats back."""
+        self._store.reset()
+
+    def buffers(self) -> list[mx.array]:
+        """All cache arrays."""
+        return self._store.arrays()
+
+
+class PackedForward(StoredForward):
     """One forward over `[rows, 1]` tokens: real rows only, attention per rectangle, recurrent modules per width."""
 
     def __init__(
@@ -142,15 +163,12 @@ class PackedForward:
         masks: bool = False,
     ) -> None:
         """`masks`: whether the recurrent modules mind masks and lengths, so that their lanes may be padded."""
-        self._model = model
-        self._head = head
+        super().__init__(model, head, together=False)
         self._attention = attention
-        self._store = LaneStore(together=False)
         self._attending: list[PackedCache] = []
         self._recurrent: list[RecurrentCache] = []
         self._caches = [self._cache(kind) for kind in kinds]
         self._regrouping = Regrouping(self._recurrent, self._store.groups, masks=masks)
-
         self.masks = masks
 
     @property
@@ -215,21 +233,21 @@ class PackedForward:
         self._regrouping.keep(kept)
 
     def release(self, slot: int) -> None:
-        """Give a lane's seat back. Idempotent."""
-        self._store.release(slot)
+        """Give a lane's seat back, and its states. Idempotent."""
+        super().release(slot)
         self._regrouping.release(slot)
 
     def reset(self) -> None:
-        """Give all seats back."""
-        self._store.reset()
+        """Give all seats back, and all states."""
+        super().reset()
         self._regrouping.reset()
 
     def buffers(self) -> list[mx.array]:
         """All cache arrays."""
-        return [*self._store.arrays(), *self._regrouping.arrays()]
+        return [*super().buffers(), *self._regrouping.arrays()]
 
 
-class PaddedForward:
+class PaddedForward(StoredForward):
     """One right-padded `[lanes, width]` forward for the decode windows, and another for the prefill chunks; for models
     all of whose layers see everything.
     """
@@ -238,9 +256,7 @@ class PaddedForward:
     cuttable = True
 
     def __init__(self, model: nn.Module, head: HeadRows, shapes: Sequence[LayerShape]) -> None:
-        self._model = model
-        self._head = head
-        self._store = LaneStore(together=True)
+        super().__init__(model, head, together=True)
         self._caches = [PaddedCache(self._store.layer(shape)) for shape in shapes]
 
     def run(self, windows: Sequence[Window], carried: Draws | None) -> Verified:
@@ -270,18 +286,6 @@ class PaddedForward:
 
     def keep(self, kept: Mapping[int, int]) -> None:
         """Nothing needs to be done: what is not kept is overwritten by the lane's next window."""
-
-    def release(self, slot: int) -> None:
-        """Give a lane's seat back. Idempotent."""
-        self._store.release(slot)
-
-    def reset(self) -> None:
-        """Give all seats back."""
-        self._store.reset()
-
-    def buffers(self) -> list[mx.array]:
-        """All cache arrays."""
-        return self._store.arrays()
 
 
 def _sampled_rows(

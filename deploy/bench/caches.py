@@ -156,16 +156,9 @@ class _Lanes:
         """All lanes go back to before their windows."""
         self._forward.keep(dict(enumerate(self.starts)))
 
-    def again(self, rows: Sequence[int]) -> None:
-        """Feed the kept tokens once more, and draw nothing."""
-        windows = [self.window(slot, self.starts[slot], real=rows[slot], samples=False) for slot in self._slots]
-        self.run(windows)
-        self._forward.keep({})
-        self.starts = [window.end for window in windows]
-
-    def catch_up(self, rows: Sequence[int]) -> None:
-        """Feed the kept tokens and the newest one at the head of a window without a draft."""
-        windows = [self.window(slot, self.starts[slot], real=rows[slot] + 1) for slot in self._slots]
+    def again(self, rows: Sequence[int], *, samples: bool = False) -> None:
+        """Feed so many tokens of each lane, once more, without a draft."""
+        windows = [self.window(slot, self.starts[slot], real=rows[slot], samples=samples) for slot in self._slots]
         self.run(windows)
         self._forward.keep({})
         self.starts = [window.end for window in windows]
@@ -208,7 +201,7 @@ def _catching_up(lanes: _Lanes) -> int:
         kept = _shifted(turn)
         lanes.draft(DRAFT)
         lanes.take_back()
-        lanes.catch_up([1 + accepted for accepted in kept])
+        lanes.again([2 + accepted for accepted in kept], samples=True)  # and the newest token behind them
         tokens += sum(kept) + 2 * LANES
     return tokens
 

@@ -320,7 +320,6 @@ def test_what_the_host_does_between_two_rounds_is_a_part_of_their_price() -> Non
         mail.append(Submit(request))
         while mail or not loop.idle:
             loop.step()
-        loop.step()
         backend.now += 100.0
     each = len(planner.seconds) // 2
     assert each >= 3
