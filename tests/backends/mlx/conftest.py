@@ -1,6 +1,27 @@
-"""After a run over all architectures: a row for each, with what its layers cache, or why it is refused."""
+"""What tests of lanes share; and after a run over all architectures a row for each of them, with what its layers cache,
+or why it is refused.
+"""
+
+from collections.abc import Iterator
 
 import pytest
+
+from tests.backends.mlx.serving import Agreement, one_blas_thread
+
+
+@pytest.fixture(scope="module")
+def calm() -> Iterator[None]:
+    """One BLAS thread: several wait for each other where other work keeps the cores."""
+    with one_blas_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def agreement() -> Iterator[Agreement]:
+    """Counts a module's requests, and fails at its end if too many were near-ties."""
+    counted = Agreement()
+    yield counted
+    counted.close()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -4,7 +4,7 @@
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -28,13 +28,14 @@ from tests.backends.mlx.serving import (
     OracleDrafts,
     Solo,
     greedy,
-    one_blas_thread,
     prompt_of,
     serve,
     solo,
     submissions,
 )
 from tests.backends.mlx.windows import chunk, decode
+
+pytestmark = pytest.mark.usefixtures("calm")
 
 FAMILIES = (
     "llama",
@@ -88,19 +89,6 @@ def served(name: str) -> Forward:
 @cache
 def alone(name: str, request: Request) -> Solo:
     return solo(reference(name), request)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _calm() -> Iterator[None]:
-    with one_blas_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def agreement() -> Iterator[Agreement]:
-    counted = Agreement()
-    yield counted
-    counted.close()
 
 
 def requests_of(name: str) -> list[Request]:

@@ -29,9 +29,11 @@ from scheduler.round import Window
 from tests.backends.draws import near_tie, samplings
 from tests.backends.mlx.architectures import ARCHITECTURES
 from tests.backends.mlx.random_models import VOCABULARY, random_model
-from tests.backends.mlx.serving import Paths, Served, both_paths, one_blas_thread, prompt_of, serve, submissions
+from tests.backends.mlx.serving import Paths, Served, both_paths, prompt_of, serve, submissions
 from tests.backends.mlx.tiny_models import write_folder, write_json
 from tests.backends.mlx.windows import GREEDY
+
+pytestmark = pytest.mark.usefixtures("calm")
 
 each_path = pytest.mark.parametrize("path", ["packed", "padded"])
 FACTS = DraftModelFacts(VOCABULARY, VOCABULARY, 2048)
@@ -53,12 +55,6 @@ def target_paths() -> Paths:
 def draft_paths() -> Paths:
     """The same weights again, with lanes of their own."""
     return both_paths(random_model("llama", seed=1))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _calm() -> Iterator[None]:
-    with one_blas_thread():
-        yield
 
 
 class Watched:

@@ -3,7 +3,6 @@
 Only where `make test-models` could fetch it. Its K-quants are read by the `gguf` package.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import mlx.core as mx
@@ -19,13 +18,12 @@ from tests.backends.mlx.serving import (
     Agreement,
     OracleDrafts,
     greedy,
-    one_blas_thread,
     serve,
     solo,
     submissions,
 )
 
-pytestmark = [pytest.mark.models, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.usefixtures("calm"), pytest.mark.models, pytest.mark.timeout(900)]
 BEGIN, VOCABULARY, WINDOW = 2, 262144, 512
 LAYER_NAMES = {
     "attn_q": "self_attn.q_proj",
@@ -42,12 +40,6 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _calm() -> Iterator[None]:
-    with one_blas_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

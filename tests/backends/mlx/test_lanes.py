@@ -4,7 +4,6 @@ Lengths cross capacity classes, lanes come and go, chunks and decode windows sha
 in every mixture; on the packed and on the padded path.
 """
 
-from collections.abc import Iterator
 from functools import cache
 from itertools import product
 
@@ -31,13 +30,14 @@ from tests.backends.mlx.serving import (
     Solo,
     both_paths,
     greedy,
-    one_blas_thread,
     prompt_of,
     serve,
     solo,
     submissions,
 )
 from tests.backends.mlx.windows import chunk, decode
+
+pytestmark = pytest.mark.usefixtures("calm")
 
 MODELS = ["llama", "qwen3", "mixtral", "phi3"]
 each_model = pytest.mark.parametrize("kind", MODELS)
@@ -58,19 +58,6 @@ def paths(kind: str) -> Paths:
 @cache
 def alone(kind: str, request: Request) -> Solo:
     return solo(reference(kind), request)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _calm() -> Iterator[None]:
-    with one_blas_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def agreement() -> Iterator[Agreement]:
-    counted = Agreement()
-    yield counted
-    counted.close()
 
 
 def crossing(kind: str) -> list[Request]:

@@ -1,6 +1,5 @@
 """Keys and values of few bits: lanes get what one lane of numbers rounded so gets, whatever the chunks."""
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -24,12 +23,13 @@ from tests.backends.mlx.serving import (
     OracleDrafts,
     Solo,
     greedy,
-    one_blas_thread,
     prompt_of,
     serve,
     submissions,
 )
 from tests.backends.mlx.windows import chunk, decode
+
+pytestmark = pytest.mark.usefixtures("calm")
 
 WIDE = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 """Heads of 32, which is a group."""
@@ -90,19 +90,6 @@ def reference(kind: str) -> nn.Module:
 @cache
 def forward_of(kind: str, how: KVQuantization) -> Forward:
     return build_forward(random_model(kind, seed=1, **MODELS[kind]), VOCABULARY, kind, quantization=how)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _calm() -> Iterator[None]:
-    with one_blas_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def agreement() -> Iterator[Agreement]:
-    counted = Agreement()
-    yield counted
-    counted.close()
 
 
 def requests_of(kind: str) -> list[Request]:

@@ -1,7 +1,6 @@
 """States of recurrent layers: exactly those of the kept tokens after every round (contract rules 15, 16 and 18)."""
 
 import random
-from collections.abc import Iterator
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -19,9 +18,11 @@ from backends.mlx.verify import PackedForward
 from engine.config import EngineConfig
 from scheduler.request import Request, Sampling
 from tests.backends.mlx.architectures import ARCHITECTURES, VOCABULARY, tiny_model
-from tests.backends.mlx.serving import OracleDrafts, greedy, one_blas_thread, prompt_of, serve, solo, submissions
+from tests.backends.mlx.serving import OracleDrafts, greedy, prompt_of, serve, solo, submissions
 from tests.backends.mlx.tiny_models import write_folder
 from tests.backends.mlx.windows import chunk, decode
+
+pytestmark = pytest.mark.usefixtures("calm")
 
 NAMES = ("mamba", "mamba2", "qwen3_next", "lfm2", "rwkv7", "recurrent_gemma", "falcon_h1", "baichuan_m1")
 each_model = pytest.mark.parametrize("name", NAMES)
@@ -37,12 +38,6 @@ def served(name: str) -> PackedForward:
     forward = build_forward(tiny_model(name), VOCABULARY, name)
     assert isinstance(forward, PackedForward)
     return forward
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _calm() -> Iterator[None]:
-    with one_blas_thread():
-        yield
 
 
 State = list[list[np.ndarray]]

@@ -2,7 +2,6 @@
 cache with the sampler's definition in numpy (contract rules 4 to 7).
 """
 
-from collections.abc import Iterator
 from functools import cache
 
 import mlx.core as mx
@@ -25,11 +24,12 @@ from tests.backends.mlx.serving import (
     OracleDrafts,
     Paths,
     both_paths,
-    one_blas_thread,
     prompt_of,
     serve,
     submissions,
 )
+
+pytestmark = pytest.mark.usefixtures("calm")
 
 
 class Solo(msgspec.Struct, frozen=True):
@@ -48,12 +48,6 @@ def model_of(kind: str) -> nn.Module:
 @cache
 def paths(kind: str) -> Paths:
     return both_paths(random_model(kind, seed=1))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _calm() -> Iterator[None]:
-    with one_blas_thread():
-        yield
 
 
 def drawn(

@@ -86,13 +86,6 @@ def served(smollm2: Path) -> Iterator[Served]:
         yield Served(smollm2)
 
 
-@pytest.fixture(scope="module")
-def agreement() -> Iterator[Agreement]:
-    counted = Agreement()
-    yield counted
-    counted.close()
-
-
 @each_path
 def test_lanes_that_join_during_decoding_get_what_they_get_alone(
     served: Served, path: str, agreement: Agreement
