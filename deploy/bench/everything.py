@@ -28,6 +28,7 @@ def everything(
     """Print all tables; exit 1 if a bound does not hold. Takes about an hour on two idle cores."""
     folder = pull(MODEL, home_folder(), lambda _stage, _done, _total: None)
     commands = [[name, str(folder), *_option("--pairs", pairs)] for name in IN_PAIRS]
+    commands.append(["caches", *_option("--pairs", pairs)])
     commands.append(["fake", *_option("--repeats", pairs)])
     if SCHEMAS.exists():
         commands.append(["schemas", str(folder)])
