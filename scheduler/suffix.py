@@ -153,7 +153,7 @@ def _longest_matches(text: Text, history: Sequence[Text]) -> list[_Match]:
             _Match(where, place, length)
             for where in (text, *history)
             for place in where.places(text, size)
-            if (length := _common(where.tokens, place, text.tokens)) >= size
+            if (length := common(where.tokens, place, text.tokens)) >= size
         ]
         if found:
             reach = max(match.length for match in found)
@@ -196,7 +196,7 @@ def _hash(tokens: "array[int]", end: int, size: int) -> int:
     return hash(tokens[end - size : end].tobytes())
 
 
-def _common(left: "array[int]", left_end: int, right: "array[int]") -> int:
+def common(left: "array[int]", left_end: int, right: "array[int]") -> int:
     """How many tokens before a position are those that `right` ends with, `LONGEST` at most."""
     right_end = len(right)
     most = min(LONGEST, left_end, right_end)
