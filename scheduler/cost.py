@@ -21,8 +21,10 @@ _OUTLIER = 3.0
 """An observation so many times what was expected, or less than one so many-th of it, is a hiccup and counts as that."""
 _TRUSTED = 3
 """So many observations make a cell's mean believable against its neighbours."""
-_FORGET = 0.99
-"""How much an older round tells of attention's price beside the next newer one."""
+_ATTENTION_STEP = 0.2
+"""How far the price of attention follows one round whose attention is twice its cell's mean, or more."""
+_ATTENTION_MOST = 0.8
+"""Attention is never thought to be more than this share of a round."""
 _DRIFT_STEP = 0.1
 """How fast all prices follow a machine that has become slower or faster as a whole."""
 _LEAST = 1e-6
@@ -63,18 +65,12 @@ class CostTable:
 
     def __init__(self) -> None:
         self._cells: dict[bool, dict[int, _Cell]] = {False: {}, True: {}}
-        self._together = 0.0
-        self._spread = 0.0
-        """How time and attention vary together within cells, and attention by itself: their ratio is its price."""
+        self._attention = 0.0
+        """Seconds per attended key, without drift."""
         self._drift = 1.0
         """How much slower the machine is now than when the cells were filled."""
         self._prices: dict[bool, list[float]] = {}
         """By kind, per cell, without drift; made when asked for, and no longer true after an observation."""
-
-    @property
-    def _attention(self) -> float:
-        """Seconds per attended key, without drift."""
-        return max(0.0, self._together / self._spread) if self._spread else 0.0
 
     def observe(self, shape: RoundShape, seconds: float) -> None:
         """A round of this shape took so long."""
@@ -82,12 +78,21 @@ class CostTable:
         cell = self._cells[shape.wide].setdefault(_index(shape.rows), _Cell())
         if cell.seen >= _TRUSTED:
             seconds = min(max(seconds, expected / _OUTLIER), expected * _OUTLIER)
+            self._learn_attention(cell, shape.attention, (seconds - expected) / self._drift)
             self._drift *= (seconds / expected) ** _DRIFT_STEP
-            more = shape.attention - cell.attention
-            self._together = self._together * _FORGET + more * (seconds / self._drift - cell.seconds)
-            self._spread = self._spread * _FORGET + more * more
         cell.observe(seconds / self._drift, shape.attention)
         self._prices.clear()
+
+    def _learn_attention(self, cell: _Cell, attention: int, error: float) -> None:
+        """By the error of what was expected (normalised least mean squares). Rounds much like their cell's mean say
+        next to nothing: what they have too much or too little is the machine's.
+        """
+        more = attention - cell.attention
+        weight = more * more + cell.attention * cell.attention
+        if weight:
+            most = _ATTENTION_MOST * cell.seconds / max(cell.attention, 1.0)
+            learned = self._attention + _ATTENTION_STEP * error * more / weight
+            self._attention = min(max(0.0, learned), most)
 
     def seconds(self, shape: RoundShape) -> float:
         """The time that a round of this shape would take; 0 if nothing was ever observed."""
