@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from api.cache import CacheAdmin
 from api.errors import ApiError, from_starlette
 from api.openai.chat import prepare_chat
 from api.openai.completions import prepare_completion
@@ -42,12 +43,17 @@ def create_app(service: Service) -> ASGIApp:
 def _routes(service: Service) -> Starlette:
     operations = Operations(service)
     models = Models(service)
+    cache = CacheAdmin(service)
     chat = GenerationEndpoint(service, ChatBody, prepare_chat)
     completions = GenerationEndpoint(service, CompletionBody, prepare_completion)
     return Starlette(
         routes=[
             Route("/health", operations.health),
             Route("/metrics", operations.metrics),
+            Route("/admin/cache", cache.ls),
+            Route("/admin/cache/flush", cache.flush, methods=["POST"]),
+            Route("/admin/cache/verify", cache.verify, methods=["POST"]),
+            Route("/admin/cache/clear", cache.clear, methods=["POST"]),
             Route("/v1/models", models.every),
             Route("/v1/models/{model:path}", models.one),
             Route("/v1/chat/completions", chat, methods=["POST"]),

@@ -7,6 +7,7 @@ it runs, so that `--help` is quick.
 import json
 import logging
 import os
+import re
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -16,10 +17,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from api.cache_cli import cache
 from backends.base import MOST_DRAFT_TOKENS, KVQuantization
 from backends.grammar.limits import Limits
 from backends.mlx.runtime import BlasChoice, DtypePolicy, load_blas
-from engine.config import EngineConfig
+from engine.config import EngineConfig, PrefixConfig
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -32,9 +34,21 @@ app = typer.Typer(
 )
 models = typer.Typer(help="The models on this machine.", no_args_is_help=True)
 app.add_typer(models, name="models")
+app.add_typer(cache, name="cache")
 
 _ENGINE = EngineConfig()
 _GRAMMARS = Limits()
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+
+
+def size(text: str) -> int:
+    """Bytes: a number, or one with a unit (`512MiB`, `20GB`)."""
+    told = _SIZE.fullmatch(text.strip())
+    if told is None:
+        raise typer.BadParameter(f"{text!r} is no size: a number of bytes, or one like 512MiB or 20GB")
+    number, unit, binary = told.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(unit.lower() or " "))
+
 
 HostFlag = Annotated[str, typer.Option(help="Address to listen on; others than the loopback need --api-key-file.")]
 PortFlag = Annotated[int, typer.Option(min=0, max=65535, help="TCP port; 0 takes a free one.")]
@@ -56,6 +70,11 @@ def home_folder() -> Path:
         return Path.home() / "Library" / "Caches" / "paceline"
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "paceline"
+
+
+def default_prefix_folder(backend: str) -> Path | None:
+    """The pseudo-model leaves no files unless it is told to."""
+    return home_folder() / "prefix" if backend == "mlx" else None
 
 
 @app.command()
@@ -87,6 +106,15 @@ def serve(
     history_bytes: Annotated[
         int, typer.Option(min=0, help="Memory for texts that later requests are drafted from; 0: off.")
     ] = _ENGINE.history_bytes,
+    prefix_ram: Annotated[
+        int, typer.Option(parser=size, metavar="SIZE", help="Memory for beginnings of earlier texts; 0: off.")
+    ] = "2GiB",  # type: ignore[assignment]  # typer has it parsed
+    prefix_ssd: Annotated[
+        int, typer.Option(parser=size, metavar="SIZE", help="Files for the same, for after a restart; 0: none.")
+    ] = "10GB",  # type: ignore[assignment]
+    prefix_dir: Annotated[
+        Path | None, typer.Option(help="Folder of those files; by default `prefix` under PACELINE_HOME.")
+    ] = None,
     inter_token_seconds: Annotated[
         float, typer.Option(min=0, help="How long prefill may make a round while others decode; 0: no limit.")
     ] = _ENGINE.inter_token_seconds,
@@ -136,6 +164,7 @@ def serve(
                 paced=pace,
                 inter_token_seconds=inter_token_seconds,
                 history_bytes=history_bytes,
+                prefix=PrefixConfig(prefix_ram, prefix_ssd, prefix_dir or default_prefix_folder(backend)),
                 fill_seconds=fill_seconds,
             ),
             grammars=Limits(seconds=grammar_seconds, cache_bytes=grammar_cache_bytes),

@@ -15,7 +15,7 @@ import msgspec
 from rich.console import Console
 from rich.panel import Panel
 
-from api.progress import Display, display_on
+from api.progress import Display, display_on, megabytes
 from api.security import is_loopback, read_api_keys
 from api.server import Outcome, Process
 from api.service import ServedModel, Service, Settings
@@ -23,7 +23,7 @@ from api.sockets import Listeners
 from backends.base import Backend, KVQuantization
 from backends.grammar.limits import Limits
 from backends.mlx.runtime import Blas, BlasChoice, Device, DtypePolicy, describe_device, load_blas
-from engine.config import EngineConfig
+from engine.config import EngineConfig, PrefixConfig
 from engine.thread import Engine
 
 BackendName = Literal["mlx", "fake"]
@@ -154,12 +154,21 @@ def announce(console: Console, launch: Launch, listeners: Listeners, model: Serv
     facts["context"] = f"{model.info.context_length} tokens"
     drafts = f"up to {launch.engine.draft_tokens} draft tokens each" if launch.engine.draft_tokens else "no drafts"
     facts["lanes"] = f"{launch.engine.max_lanes}, {drafts}"
+    facts["cache"] = _prefix_words(launch.engine.prefix)
     facts["device"] = model.info.device
     text = "\n".join(f"{name:8} {value}" for name, value in facts.items())
     if console.is_terminal:
         console.print(Panel(text, title="paceline is ready", expand=False), highlight=False)
     else:
         console.print(f"paceline is ready\n{text}", highlight=False, soft_wrap=True)
+
+
+def _prefix_words(prefix: PrefixConfig) -> str:
+    """What is kept of earlier texts, for people."""
+    parts = [f"{megabytes(prefix.ram_bytes)} of memory"] if prefix.ram_bytes else []
+    if prefix.ssd_bytes and prefix.folder is not None:
+        parts.append(f"{megabytes(prefix.ssd_bytes)} in {prefix.folder}")
+    return ", ".join(parts) or "none"
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:

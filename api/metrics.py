@@ -19,6 +19,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from backends.grammar.compile import CompilerStats
+from engine.prefix import PrefixStats
 from engine.thread import Engine
 from scheduler.events import Finished
 from scheduler.request import FinishReason
@@ -56,6 +57,7 @@ class RequestMetrics:
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
+        self.cached_tokens = 0
         self.generation_tokens = 0
         self.finished = dict.fromkeys(FinishReason, 0)
         self.first_token = LatencyHistogram(
@@ -119,6 +121,7 @@ class RequestRecord:
         self.finished = ended
         metrics.finished[ended.reason] += 1
         metrics.prompt_tokens += ended.usage.prompt_tokens
+        metrics.cached_tokens += ended.usage.cached_tokens
         metrics.generation_tokens += ended.usage.completion_tokens - self.tokens
         metrics.whole.observe(time.perf_counter() - self.arrived)
         if timing.admitted is not None:
@@ -146,6 +149,8 @@ class ServerCollector(Collector):
         yield from self._requests()
         yield from self._rounds()
         yield from _drafts(self._engine.stats.drafts)
+        if (prefix := self._engine.prefix_stats) is not None:
+            yield from _prefix(prefix)
         grammars = self._grammars()
         if grammars is not None:
             yield from _compiled(grammars)
@@ -160,6 +165,12 @@ class ServerCollector(Collector):
         yield GaugeMetricFamily("paceline_num_requests_waiting", "Requests in the queue.", value=stats.waiting)
         yield CounterMetricFamily(
             "paceline_prompt_tokens", "Prompt tokens of ended requests.", value=metrics.prompt_tokens
+        )
+        yield CounterMetricFamily(
+            "paceline_prefix_cache_queries", "Prompt tokens that were looked for.", value=metrics.prompt_tokens
+        )
+        yield CounterMetricFamily(
+            "paceline_prefix_cache_hits", "Prompt tokens that need not be computed.", value=metrics.cached_tokens
         )
         yield CounterMetricFamily(
             "paceline_generation_tokens", "Tokens generated and counted in usage.", value=metrics.generation_tokens
@@ -226,6 +237,41 @@ def _drafts(sources: Sequence[DraftStats]) -> Iterable[Metric]:
             for position, count in enumerate(counts):
                 family.add_metric([stats.source, str(position)], count)
     return (drafts, drafted, accepted, drafted_at, accepted_at)
+
+
+def _prefix(stats: PrefixStats) -> Iterable[Metric]:
+    """The prefix cache by tier, and what became of files."""
+    prefix, tier = "paceline_prefix_cache", ["tier"]
+    held = GaugeMetricFamily(f"{prefix}_bytes", "What blocks take.", labels=tier)
+    most = GaugeMetricFamily(f"{prefix}_max_bytes", "What they may take.", labels=tier)
+    pieces = GaugeMetricFamily(f"{prefix}_blocks", "Blocks and checkpoints.", labels=tier)
+    evictions = CounterMetricFamily(f"{prefix}_evictions", "Blocks that had to go for others.", labels=tier)
+    refused = CounterMetricFamily(f"{prefix}_refused", "Blocks for which there was no room.", labels=tier)
+    for name, account in (("ram", stats.ram), ("ssd", stats.ssd)):
+        for family, value in (
+            (held, account.bytes),
+            (most, account.most),
+            (pieces, account.pieces),
+            (evictions, account.evictions),
+            (refused, account.refused),
+        ):
+            family.add_metric([name], value)
+    yield from (held, most, pieces, evictions, refused)
+    yield CounterMetricFamily(f"{prefix}_restored_tokens", "Tokens copied to lanes.", value=stats.restored_tokens)
+    if (files := stats.spill) is None:
+        return
+    yield CounterMetricFamily(f"{prefix}_spills", "Files written.", value=files.written)
+    yield CounterMetricFamily(f"{prefix}_restores", "Files read.", value=files.read)
+    failures = CounterMetricFamily(f"{prefix}_failures", "What went wrong with files.", labels=["kind"])
+    for kind, count in (
+        ("write", files.failed_writes),
+        ("read", files.failed_reads),
+        ("damaged", files.damaged),
+        ("queue_full", files.dropped),
+    ):
+        failures.add_metric([kind], count)
+    yield failures
+    yield GaugeMetricFamily(f"{prefix}_writable", "Whether files are being written.", value=files.writable)
 
 
 def _compiled(stats: CompilerStats) -> Iterable[Metric]:

@@ -25,8 +25,8 @@ _log = logging.getLogger("paceline.server")
 
 _WATCH_SECONDS = 0.25
 """How often the engine's health is looked at."""
-_STOP_SECONDS = 10.0
-"""How long the engine's last round may take."""
+_STOP_SECONDS = 20.0
+"""How long the engine's last round may take, and writing what the prefix cache has not written yet."""
 _CLOSE_SECONDS = 5
 """How long responses that are already complete may take to reach slow clients."""
 

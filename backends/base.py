@@ -5,14 +5,15 @@ and who leaves is told to it. All of its methods are called on the engine thread
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from scheduler.cost import RoundShape
-from scheduler.draft import DraftSource
+from scheduler.draft import DraftAsk, DraftSource
+from scheduler.prefix import Piece
 from scheduler.round import Drawn, Window
 
 MaskWords = npt.NDArray[np.int32]
@@ -84,12 +85,93 @@ class Flight(Protocol):
         ...
 
 
+class Block(Protocol):
+    """A piece of a lane's caches, copied out and evaluated: nothing that is written to the caches can change it."""
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes in memory."""
+        ...
+
+    @property
+    def meta(self) -> bytes:
+        """How its parts are to be read."""
+        ...
+
+    def parts(self) -> list[memoryview]:
+        """Its bytes. To be made on the engine thread; any thread may read them, and releases them."""
+        ...
+
+
+class Blocks(Protocol):
+    """Lanes' caches in pieces: out of a slot, into a slot, and out of bytes. Belongs to the engine thread."""
+
+    @property
+    def namespace(self) -> str:
+        """Names everything that pieces depend on: whatever has this name too may use them."""
+        ...
+
+    @property
+    def checkpoints(self) -> bool:
+        """Whether some layer can only be had as it stands, so that a piece with `checkpoint` is needed."""
+        ...
+
+    @property
+    def blocks(self) -> bool:
+        """Whether some layer keeps something of every position, so that the other pieces hold something."""
+        ...
+
+    def take(self, slot: int, pieces: Sequence[Piece]) -> list[Block | None]:
+        """Copy pieces out of a slot; None for a checkpoint at a length where the slot does not stand."""
+        ...
+
+    def put(self, slot: int, reach: int, pieces: Sequence[tuple[Piece, Block]]) -> None:
+        """Copy pieces into a slot, which they open if they begin at 0 and which else holds all before them; evaluated.
+        `reach` is as of a window.
+        """
+        ...
+
+    def parse(self, piece: Piece, meta: bytes, data: memoryview) -> Block:
+        """A piece out of what `meta` and the joined `parts` of one were. Raises ValueError for what cannot be one."""
+        ...
+
+
+class Companion(Protocol):
+    """The prefix cache as a draft model sees it, whose lanes go by slots of its own. On the engine thread."""
+
+    def restore(self, slot: int, ask: DraftAsk, held: int) -> int:
+        """Copy more of a lane's text into a slot, behind the `held` tokens that it holds; how many it holds then."""
+        ...
+
+    def store(self, slot: int, ask: DraftAsk, held: int) -> None:
+        """A slot holds so many of a lane's tokens now."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """The lane left. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class Accompanied(Protocol):
+    """A draft source with lanes of its own, which can be had in pieces, unless `blocks` is None."""
+
+    blocks: Blocks | None
+    companion: Companion | None
+    """Where it is told of pieces; set once, before it is asked anything."""
+
+
 class Backend(Protocol):
     """Computes rounds. Implemented by `backends.fake.FakeBackend` and `backends.mlx.backend.MLXBackend`."""
 
     @property
     def info(self) -> ModelInfo:
         """What was loaded."""
+        ...
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """Its lanes' caches in pieces; None if it has none to give."""
         ...
 
     @property

@@ -5,17 +5,19 @@ changes the output. Its text repeats its own two-byte habits often enough that l
 """
 
 from collections.abc import Mapping, Sequence
+from struct import Struct
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from backends import reference
-from backends.base import Flight, Masks, MaskWords, ModelInfo
+from backends.base import Block, Blocks, Flight, Masks, MaskWords, ModelInfo
 from backends.masks import Allowed, unpack
 from backends.noise import token_hash
 from scheduler.draft import DraftSource
 from scheduler.events import TokenLogprob
+from scheduler.prefix import Piece
 from scheduler.request import Sampling
 from scheduler.round import Drawn, Window
 
@@ -24,6 +26,7 @@ EOS = 256
 _VOCAB = np.arange(257, dtype=np.uint32)
 _ALPHABET = b"etaoin shrdlu cmfwyp\n,."
 _MASK64 = (1 << 64) - 1
+_PAIR = Struct("<IQ")
 
 
 class FakeRow(msgspec.Struct, frozen=True):
@@ -120,10 +123,83 @@ class FakeLane:
         self.tokens.append(token)
 
 
+class FakeBlock:
+    """Tokens of a lane and the states behind them."""
+
+    def __init__(self, packed: bytes) -> None:
+        self.packed = packed
+        self.meta = b"fake"
+
+    @classmethod
+    def of(cls, lane: FakeLane, start: int, end: int) -> "FakeBlock":
+        """What a lane holds from `start` to `end`."""
+        pairs = zip(lane.tokens[start:end], lane.states[start + 1 : end + 1], strict=True)
+        return cls(b"".join(_PAIR.pack(token, state) for token, state in pairs))
+
+    @property
+    def nbytes(self) -> int:
+        """12 a token."""
+        return len(self.packed)
+
+    def parts(self) -> list[memoryview]:
+        """All of it."""
+        return [memoryview(self.packed)]
+
+    def append_to(self, lane: FakeLane) -> None:
+        """Let a lane go on by it."""
+        for token, state in _PAIR.iter_unpack(self.packed):
+            lane.tokens.append(token)
+            lane.states.append(state)
+
+
+class FakeBlocks:
+    """Implements `backends.base.Blocks`. With `checkpoints`, a checkpoint holds all states up to its end, and other
+    blocks only stand for it.
+    """
+
+    namespace = "fake"
+    blocks = True
+
+    def __init__(self, lanes: dict[int, FakeLane], *, checkpoints: bool) -> None:
+        self.checkpoints = checkpoints
+        self._lanes = lanes
+
+    def take(self, slot: int, pieces: Sequence[Piece]) -> list[Block | None]:
+        """Copy pieces out of a slot."""
+        lane = self._lanes[slot]
+        if any(piece.end > len(lane.tokens) for piece in pieces):
+            raise ValueError(f"slot {slot} does not hold what is to be taken from it")
+        return [FakeBlock.of(lane, self._start(piece), piece.end) for piece in pieces]
+
+    def _start(self, piece: Piece) -> int:
+        """From where on a piece holds something."""
+        return 0 if self.checkpoints and piece.checkpoint else piece.start
+
+    def put(self, slot: int, reach: int, pieces: Sequence[tuple[Piece, Block]]) -> None:  # noqa: ARG002 (capacity is nothing here)
+        """Copy pieces into a slot."""
+        for piece, block in pieces:
+            assert isinstance(block, FakeBlock), "a block of another backend"
+            if self._start(piece) == 0:
+                self._lanes[slot] = FakeLane()
+            lane = self._lanes[slot]
+            lane.cut(self._start(piece))
+            block.append_to(lane)
+            if len(lane.tokens) != piece.end:
+                raise ValueError(f"slot {slot} holds {len(lane.tokens)} tokens behind a piece that ends at {piece.end}")
+
+    def parse(self, piece: Piece, meta: bytes, data: memoryview) -> FakeBlock:
+        """A block out of bytes."""
+        tokens = piece.end - self._start(piece)
+        if meta != b"fake" or len(data) != tokens * _PAIR.size:
+            raise ValueError("these bytes are no block")
+        return FakeBlock(bytes(data))
+
+
 class FakeBackend:
     """Implements `backends.base.Backend` over a byte-level vocabulary."""
 
-    def __init__(self, context_length: int = 8192) -> None:
+    def __init__(self, context_length: int = 8192, *, cuttable: bool = True) -> None:
+        """`cuttable`: False for a model whose lanes cannot be had at any length but where they stand."""
         self.info = ModelInfo(
             name="fake",
             folder=None,
@@ -133,10 +209,12 @@ class FakeBackend:
             defaults={},
             device="fake",
             parameter_bytes=0,
+            cuttable=cuttable,
         )
         self.drafters: Sequence[DraftSource] = ()
         self.lanes: dict[int, FakeLane] = {}
         """What each open slot holds."""
+        self.blocks: Blocks | None = FakeBlocks(self.lanes, checkpoints=not cuttable)
 
     def verify(self, windows: Sequence[Window], after: Flight | None = None, masks: Masks | None = None) -> FakeFlight:
         """Feed every window; its sampled rows are drawn from when the flight is read."""

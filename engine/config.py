@@ -1,8 +1,23 @@
 """What the engine is told at its start."""
 
+from pathlib import Path
+
 import msgspec
 
 from backends.base import MOST_DRAFT_TOKENS
+
+
+class PrefixConfig(msgspec.Struct, frozen=True):
+    """How much of earlier texts is kept, and where."""
+
+    ram_bytes: int = 2 << 30
+    """What blocks may hold in memory; 0 keeps nothing."""
+    ssd_bytes: int = 0
+    """What files may take; 0 for none."""
+    folder: Path | None = None
+    """Where they lie; None for no files."""
+    write_bytes_per_second: float = 100e6
+    """How fast files are written at most; 0 for no limit."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True):
@@ -23,6 +38,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     """How long a round may take while others decode, as far as prefill rows make it long; 0 for any time."""
     history_bytes: int = 64 << 20
     """How much memory the texts may take that later requests' drafts are made of; 0 for none."""
+    prefix: PrefixConfig = PrefixConfig()
     fill_seconds: float = 1.0
     """How long a grammar may take for one round of one lane, before that lane is ended."""
 

@@ -11,6 +11,7 @@ import msgspec
 from backends.base import Backend, Flight
 from engine.constraints import Constraints
 from engine.ladder import Guess, Ladder
+from engine.prefix import PrefixCache
 from scheduler.draft import DraftSource
 from scheduler.pace import Offer
 from scheduler.round import Drawn, LaneResult, Round
@@ -24,11 +25,12 @@ class FlyingRound(msgspec.Struct, frozen=True):
     """A round whose forward has been started and not yet read."""
 
     round: Round
-    flight: Flight
+    flight: Flight | None
+    """None if it only copied."""
     launched: float
     """When the backend was given it, in seconds."""
-    asked: float = 0.0
-    """How long sources were asked whose asking takes time, in seconds."""
+    aside: float = 0.0
+    """How long was spent on what is counted by itself: sources whose asking takes time, copying; in seconds."""
 
 
 class Executor:
@@ -41,6 +43,7 @@ class Executor:
         sources: Sequence[DraftSource],
         constraints: Constraints,
         clock: Callable[[], float],
+        prefix: PrefixCache | None = None,
     ) -> None:
         """`clock` in seconds."""
         self._scheduler = scheduler
@@ -48,20 +51,40 @@ class Executor:
         self._ladder = Ladder(sources, backend.info.vocab_size)
         self._constraints = constraints
         self._clock = clock
+        self._prefix = prefix
 
     def launch(self, planned: Round, after: FlyingRound | None = None) -> FlyingRound:
-        """Fill in the drafts and start the forward; a round planned ahead feeds on the draws of `after`."""
+        """Copy in what is restored, fill in the drafts and start the forward; a round planned ahead feeds on the draws
+        of `after`.
+        """
         if planned.ahead and after is not None:
             launched = self._clock()
             return FlyingRound(planned, self._backend.verify(planned.windows, after.flight), launched)
+        aside = self._restore(planned)
+        if not planned.windows:
+            return FlyingRound(planned, None, self._clock(), aside)
         self._constraints.open(planned.windows)
         offers = self.offer(planned)
         begun = self._clock()
         drafted = self._ask_costly(planned, offers, self._scheduler.draft(planned))
-        asked = self._clock() - begun if self._ladder.costly else 0.0
+        aside += self._clock() - begun if self._ladder.costly else 0.0
         masks = self._constraints.fill(drafted.windows)
         launched = self._clock()
-        return FlyingRound(drafted, self._backend.verify(drafted.windows, masks=masks), launched, asked)
+        return FlyingRound(drafted, self._backend.verify(drafted.windows, masks=masks), launched, aside)
+
+    def _restore(self, planned: Round) -> float:
+        """Copy pieces of the prefix cache to lanes; how long that took."""
+        if self._prefix is None or not planned.restores:
+            return 0.0
+        begun = self._clock()
+        try:
+            size = self._prefix.restore(planned.restores)
+        except Exception:  # the named boundary of copying: whatever it was that cannot be copied is not tried again
+            self._prefix.forget(planned.restores)
+            raise
+        seconds = self._clock() - begun
+        self._scheduler.restored(size, seconds)
+        return seconds
 
     def offer(self, coming: Round) -> Offers:
         """Ask the sources how the lanes that draw in a round go on, and tell the scheduler."""
@@ -125,7 +148,9 @@ class Executor:
         ]
 
     def dismiss_departed(self) -> None:
-        """Release everything that was held for lanes that left."""
+        """Keep what the prefix cache can have, and release everything that was held for lanes that left."""
+        if self._prefix is not None:
+            self._prefix.store(self._scheduler.stores())
         for departure in self._scheduler.departures():
             self._backend.release(departure.slot)
             self._constraints.forget(departure.request_id)

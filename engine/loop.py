@@ -10,7 +10,8 @@ from backends.base import Backend, ModelInfo
 from engine.config import EngineConfig
 from engine.constraints import Constraints, ForcedText
 from engine.executor import Executor, FlyingRound
-from engine.messages import Cancel, Message, Submit
+from engine.messages import Cancel, Finish, Message, Submit, Task
+from engine.prefix import PrefixCache
 from scheduler.draft import DraftSource
 from scheduler.events import Event
 from scheduler.pace import Headlong, Pace, Planner
@@ -35,6 +36,7 @@ class Loop:
         mailbox: Callable[[], Iterable[Message]],
         clock: Callable[[], float],
         pace: Planner | None = None,
+        prefix: PrefixCache | None = None,
     ) -> None:
         """`pace` decides what is drafted; None for the one that learns from this loop's own rounds."""
         limits = Limits(
@@ -44,17 +46,21 @@ class Loop:
             inter_token_seconds=config.inter_token_seconds,
             cuttable=backend.info.cuttable,
         )
-        self._scheduler = Scheduler(limits, pace or (_pace(backend.info) if config.paced else Headlong()))
+        pace = pace or (_pace(backend.info) if config.paced else Headlong())
+        self._scheduler = Scheduler(limits, pace, prefix.reuse if prefix is not None else None)
         constraints = Constraints(backend.info.vocab_size, config.fill_seconds)
         forced = [ForcedText(constraints)] if config.draft_tokens else []
         drafters = backend.drafters if config.draft_tokens else ()
-        self._executor = Executor(self._scheduler, backend, [*forced, *sources, *drafters], constraints, clock)
+        self._executor = Executor(self._scheduler, backend, [*forced, *sources, *drafters], constraints, clock, prefix)
+        self._prefix = prefix
         self._backend = backend
         self._mailbox = mailbox
         self._clock = clock
         self._ahead: FlyingRound | None = None
         self._landed: float | None = None
         """When the last round was read; None if the next one does not come straight behind it."""
+        self.waiting = False
+        """Whether lanes wait for what only a message can bring, or time."""
 
     @property
     def idle(self) -> bool:
@@ -74,6 +80,7 @@ class Loop:
         self._executor.dismiss_departed()  # before a newcomer can be given a slot that a cancel has just freed
         flying, self._ahead = self._ahead, None
         planned = flying.round if flying else self._scheduler.plan(self._clock())
+        self.waiting = planned is None and not self.idle
         if planned is None:
             self._landed = None
             return events
@@ -82,6 +89,9 @@ class Loop:
                 flying = self._executor.launch(planned)
             else:
                 self._executor.offer(planned)
+            if flying.flight is None:
+                self._landed = None
+                return events
             ahead = self._scheduler.plan_ahead(flying.round)
             if ahead is not None:
                 self._ahead = self._executor.launch(ahead, after=flying)
@@ -99,10 +109,10 @@ class Loop:
 
     def _time(self, flown: FlyingRound) -> None:
         """From the landing of the one before: what the host does between two rounds is a price of rounds that cannot be
-        planned ahead. Sources that cost time are counted by themselves.
+        planned ahead. What is counted by itself is left out.
         """
         now = self._clock()
-        begun = flown.launched if self._landed is None else self._landed + flown.asked
+        begun = flown.launched if self._landed is None else self._landed + flown.aside
         self._scheduler.timed(flown.round, now - begun)
         self._landed = now
 
@@ -113,6 +123,7 @@ class Loop:
         message = f"the model's forward failed: {type(error).__name__}"
         events = self._read_mail()  # a cancel that came during the forward outranks its failure
         events += self._scheduler.fail(request_ids, message, self._clock())
+        self._scheduler.stores()  # nothing of what the caches hold is to be kept
         self._backend.reset()
         self._executor.dismiss_departed()
         return events
@@ -127,8 +138,13 @@ class Loop:
                 self._scheduler.submit(message.request, now)
             elif isinstance(message, Cancel):
                 events += self._scheduler.cancel(message.request_id, now)
-            elif message.request_id not in leaving:  # a cancel outranks the stop string that it came with
-                events += self._scheduler.finish(message.request_id, message.kept, now)
+            elif isinstance(message, Finish):
+                if message.request_id not in leaving:  # a cancel outranks the stop string that it came with
+                    events += self._scheduler.finish(message.request_id, message.kept, now)
+            elif isinstance(message, Task):
+                message.call()
+            elif self._prefix is not None:
+                self._prefix.receive(message)
         return events
 
 

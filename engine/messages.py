@@ -1,10 +1,15 @@
 """What clients say to the engine thread. Everything that crosses is frozen.
 
-What the engine says back are the scheduler's own events (`scheduler.events`).
+What the engine says back are the scheduler's own events (`scheduler.events`). The prefix cache's threads answer by the
+same mailbox.
 """
+
+from collections.abc import Callable
 
 import msgspec
 
+from backends.spill_format import Content
+from scheduler.prefix import Key
 from scheduler.request import Request
 
 
@@ -29,4 +34,24 @@ class Finish(msgspec.Struct, frozen=True):
     kept: int
 
 
-Message = Submit | Cancel | Finish
+class Fetched(msgspec.Struct, frozen=True):
+    """A piece of the prefix cache was read from the SSD; None if it cannot be had."""
+
+    key: Key
+    content: Content | None
+
+
+class Spilled(msgspec.Struct, frozen=True):
+    """A piece of the prefix cache was written to the SSD, or could not be."""
+
+    key: Key
+    written: bool
+
+
+class Task(msgspec.Struct, frozen=True):
+    """Call this on the engine thread between two rounds."""
+
+    call: Callable[[], None]
+
+
+Message = Submit | Cancel | Finish | Fetched | Spilled | Task

@@ -13,11 +13,13 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import TypeVar
 
-from backends.base import Backend, ModelInfo
+from backends.base import Accompanied, Backend, ModelInfo
+from backends.spill import Spill
 from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.loop import Loop
-from engine.messages import Message
+from engine.messages import Message, Task
+from engine.prefix import PrefixCache, PrefixStats
 from scheduler.draft import DraftSource
 from scheduler.pace import Pace
 from scheduler.prediction import PredictionDrafts
@@ -29,8 +31,14 @@ _log = logging.getLogger("paceline.engine")
 
 T = TypeVar("T")
 
+_WAITING_SECONDS = 0.5
+"""How often lanes that wait for a read are looked at without news."""
 _CANCEL_SECONDS = 5.0
 """How long a drain waits for its cancels to be seen: one round, generously."""
+_QUEUE_BYTES = 256 << 20
+"""How much of the prefix cache may wait to be written."""
+_FLUSH_SECONDS = 10.0
+"""How long the end waits for pieces of the prefix cache to be written."""
 
 
 class EngineState(StrEnum):
@@ -61,9 +69,9 @@ class Mailbox:
         self.closed = True
         self._arrived.set()
 
-    def wait(self) -> None:
-        """Sleep until there is a message or the mailbox is closed."""
-        self._arrived.wait()
+    def wait(self, seconds: float | None = None) -> None:
+        """Sleep until there is a message or the mailbox is closed, or for so long at most."""
+        self._arrived.wait(seconds)
 
     def take(self) -> list[Message]:
         """All messages that lie there now."""
@@ -90,6 +98,8 @@ class Engine:
         self._stats = Scheduler(Limits(config.max_lanes, config.round_rows, config.draft_tokens), Pace()).stats()
         self._state = EngineState.LOADING
         self._info: ModelInfo | None = None
+        self._prefix: PrefixCache | None = None
+        self._prefix_stats: PrefixStats | None = None
         self.client = EngineClient(self._mailbox.send)
 
     @property
@@ -106,6 +116,11 @@ class Engine:
     def stats(self) -> Stats:
         """The newest whole snapshot of the counters."""
         return self._stats
+
+    @property
+    def prefix_stats(self) -> PrefixStats | None:
+        """The prefix cache's newest account; None if there is none."""
+        return self._prefix_stats
 
     def start(self) -> None:
         """Begin loading. Call once, on the event loop that will use the client."""
@@ -140,6 +155,26 @@ class Engine:
             self._state = EngineState.STOPPED
         self.client.fail_all("the engine was stopped")
 
+    async def ask_prefix(self, call: Callable[[PrefixCache], T]) -> T:
+        """Call it on the engine thread, between two rounds. Raises LookupError where there is no prefix cache, and
+        what the call raises.
+        """
+        prefix = self._prefix
+        if prefix is None:
+            raise LookupError("there is no prefix cache")
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def on_engine_thread() -> None:
+            try:
+                result = call(prefix)
+            except Exception as error:  # the named boundary of a caller's question: it is told
+                self._to_event_loop(answer.set_exception, error)
+            else:
+                self._to_event_loop(answer.set_result, result)
+
+        self._mailbox.send(Task(on_engine_thread))
+        return await answer
+
     # ---- on the engine thread -------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -150,10 +185,46 @@ class Engine:
             return
         self._to_event_loop(self._on_loaded, backend.info)
         try:
-            self._serve(Loop(backend, self._config, sources=self._sources(), mailbox=self._mailbox.take, clock=_now))
+            self._prefix = self._open_prefix(backend)
+            self._serve(
+                Loop(
+                    backend,
+                    self._config,
+                    sources=self._sources(),
+                    mailbox=self._mailbox.take,
+                    clock=_now,
+                    prefix=self._prefix,
+                )
+            )
+            if self._prefix is not None:
+                self._prefix.close(_FLUSH_SECONDS)
         except BaseException as error:  # the named boundary of the engine thread: every client is told
             _log.exception("the engine thread died")
             self._to_event_loop(self._on_broken, error)
+
+    def _open_prefix(self, backend: Backend) -> PrefixCache | None:
+        """Without files where they cannot be had: the reason is logged, and serving goes on."""
+        config = self._config.prefix
+        if backend.blocks is None or not config.ram_bytes:
+            return None
+        spill = None
+        if config.ssd_bytes and config.folder is not None:
+            try:
+                spill = Spill(
+                    config.folder,
+                    backend.blocks.namespace,
+                    most_bytes=config.ssd_bytes,
+                    queue_bytes=min(_QUEUE_BYTES, config.ram_bytes // 4),  # what waits cannot go from memory
+                    bytes_per_second=config.write_bytes_per_second,
+                    warn=_log.warning,
+                )
+            except OSError as error:
+                _log.warning("no prefix cache on the SSD: %s", error)
+        prefix = PrefixCache(backend.blocks, config.ram_bytes, spill, config.ssd_bytes, self._mailbox.send)
+        for drafter in backend.drafters if self._config.draft_tokens else ():
+            if isinstance(drafter, Accompanied):
+                prefix.accompany(drafter)
+        return prefix
 
     def _sources(self) -> Sequence[DraftSource]:
         return (PredictionDrafts(), SuffixDrafts(self._config.history_bytes)) if self._config.draft_tokens else ()
@@ -162,10 +233,14 @@ class Engine:
         while not self._mailbox.closed:
             events = loop.step()
             self._stats = loop.stats()
+            if self._prefix is not None:
+                self._prefix_stats = self._prefix.stats()
             if events:
                 self._to_event_loop(self.client.deliver, events)
             if loop.idle:
                 self._mailbox.wait()
+            elif loop.waiting:
+                self._mailbox.wait(_WAITING_SECONDS)
 
     def _to_event_loop(self, call: Callable[[T], None], argument: T) -> None:
         assert self._event_loop is not None

@@ -19,6 +19,8 @@ class DraftAsk(msgspec.Struct, frozen=True):
     budget: int
     owner: str = ""
     """Whose request it is; nobody's text is ever drafted for another owner."""
+    cache_salt: str = ""
+    """As the request's."""
     expected: Sequence[int] = ()
     """A text that its client expects the answer to be like."""
     sources: frozenset[str] | None = None

@@ -7,19 +7,46 @@ from scheduler.round import Acceptance, History, Window
 from scheduler.stats import DraftCounter
 
 
+class Donor(msgspec.Struct, frozen=True):
+    """A lane with the same beginning."""
+
+    request_id: str
+    length: int
+    """How many tokens both have in common."""
+
+
 class Lane:
     """The invariant: `0 <= cached < len(tokens)`, and all work is to bring `cached` up to `len(tokens)`.
 
     A lane whose `cached` is `len(tokens) - 1` decodes; one with more to feed prefills first.
     """
 
-    __slots__ = ("_admitted", "_drafts", "_first_token", "_submitted", "cached", "emitted", "request", "slot", "tokens")
+    __slots__ = (
+        "_admitted",
+        "_drafts",
+        "_first_token",
+        "_submitted",
+        "cached",
+        "donor",
+        "emitted",
+        "request",
+        "reused",
+        "slot",
+        "stops",
+        "tokens",
+    )
 
     def __init__(self, request: Request, slot: int, *, submitted: float, admitted: float) -> None:
         self.request = request
         self.slot = slot
         self.tokens = list(request.prompt)
         self.cached = 0
+        self.donor: Donor | None = None
+        """Whose caches its beginning is copied from, once they hold it."""
+        self.reused = 0
+        """How much of its prompt was not computed for it."""
+        self.stops: set[int] = set()
+        """Lengths at which its prefill halts, so that its caches can be had as they are there."""
         self.emitted = 0
         """Generated tokens, delivered ones and a final stop token."""
         self._submitted = submitted
@@ -33,16 +60,16 @@ class Lane:
         return self.request.max_tokens - self.emitted
 
     @property
+    def decoding(self) -> bool:
+        """Whether only its last token is still to be fed."""
+        return self.cached == len(self.tokens) - 1
+
+    @property
     def needs_host(self) -> bool:
         """Whether its next window cannot be drawn before the host has seen the last draw."""
         sampling = self.request.sampling
         constrained = self.request.constraint is not None
         return constrained or sampling.counts or sampling.truncates or sampling.logprobs is not None
-
-    @property
-    def shared(self) -> int:
-        """How many positions it has in common with its siblings: the prompt without the token that heads a window."""
-        return len(self.request.prompt) - 1 if self.request.siblings else 0
 
     def window_ahead(self, start: int) -> Window:
         """The decode window after the one in flight, on the token that is being drawn."""
@@ -52,6 +79,11 @@ class Lane:
     def observe_draft(self, source: str, drafted: int, accepted: int) -> None:
         """Count one draft for the request's own account."""
         self._drafts.setdefault(source, DraftCounter()).observe(drafted, accepted)
+
+    def cut(self, kept: int) -> None:
+        """A stop string ended with generated token number `kept`: what is behind it was never said."""
+        del self.tokens[len(self.request.prompt) + kept :]
+        self.cached = min(self.cached, len(self.tokens))
 
     def extend(self, acceptance: Acceptance, now: float) -> None:
         """Take over what a walk emitted; `now` in seconds."""
@@ -67,7 +99,7 @@ class Lane:
             for source, counter in self._drafts.items()
         )
         completed = self.emitted if completion_tokens is None else min(completion_tokens, self.emitted)
-        return Usage(len(self.request.prompt), completed, 0, drafts)
+        return Usage(len(self.request.prompt), completed, self.reused, drafts)
 
     def timing(self, now: float) -> Timing:
         """The gates passed, closed at `now`."""
@@ -87,8 +119,11 @@ class Feed(msgspec.Struct, frozen=True):
         return self.start == len(self.lane.tokens) - 1
 
     def chunk(self, rows: int) -> Window:
-        """A prefill chunk of at most `rows` tokens; the last token is left to head a decode window."""
-        end = min(self.start + rows, len(self.lane.tokens) - 1)
+        """A prefill chunk of at most `rows` tokens, or up to where the lane is to halt; the last token is left to head
+        a decode window.
+        """
+        halts = [stop for stop in self.lane.stops if stop > self.start]
+        end = min([self.start + rows, len(self.lane.tokens) - 1, *halts])
         return self._window(tuple(self.lane.tokens[self.start : end]), samples=False)
 
     def window(self, budget: int) -> Window:

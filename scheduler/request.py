@@ -84,10 +84,10 @@ class Request(msgspec.Struct, frozen=True):
     """Treat end-of-sequence tokens as ordinary content and go on to `max_tokens`."""
     constraint: Constraint | None = None
     """What the generated text must be."""
-    siblings: str = ""
-    """Requests with the same name here have the same prompt, and share one prefill; empty for one without siblings."""
     owner: str = ""
-    """Whose request it is; what it says is drafted for no other owner."""
+    """Whose request it is; nothing of what is said in it is drafted for another owner or spares another one work."""
+    cache_salt: str = ""
+    """Its prompt's beginning is only shared with requests of the same salt."""
     expected: tuple[int, ...] = ()
     """A text that the client expects the answer to be like; drafted from, never shown to the model."""
     draft_tokens: int | None = None
@@ -115,6 +115,7 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    """Prompt tokens that were not computed: they came from the prefix cache, or from a lane with the same beginning."""
     drafts: tuple[DraftCount, ...] = ()
 
 

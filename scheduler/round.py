@@ -6,6 +6,7 @@ import msgspec
 
 from scheduler.cost import RoundShape
 from scheduler.events import TokenLogprob
+from scheduler.prefix import Piece
 from scheduler.request import Constraint, FinishReason, Sampling
 
 
@@ -47,7 +48,7 @@ class Window(msgspec.Struct, frozen=True):
     constraint: Constraint | None = None
     """The grammar that its draws obey."""
     copies: int | None = None
-    """The slot of a sibling whose first `start` positions are this lane's too: they are copied before anything is
+    """The slot of a lane whose first `start` positions are this lane's too: they are copied before anything is
     written.
     """
 
@@ -67,10 +68,30 @@ class Window(msgspec.Struct, frozen=True):
         return self.start + self.rows
 
 
+class Restore(msgspec.Struct, frozen=True):
+    """Pieces that are copied from the prefix cache to a lane before a round's forward, in order."""
+
+    slot: int
+    request_id: str
+    pieces: tuple[Piece, ...]
+    reach: int
+    """As of a window."""
+
+
+class Store(msgspec.Struct, frozen=True):
+    """A piece of a lane that can be kept in the prefix cache."""
+
+    slot: int
+    request_id: str
+    piece: Piece
+
+
 class Round(msgspec.Struct, frozen=True):
     """The windows of one forward, one per lane at most."""
 
     windows: tuple[Window, ...]
+    restores: tuple[Restore, ...] = ()
+    """What is copied before; there may be nothing else."""
     ahead: bool = False
     """Planned on the unread draws of the round before; all its windows are `carried`."""
 

@@ -11,10 +11,12 @@ import msgspec
 from scheduler.accept import accept
 from scheduler.draft import DraftAsk
 from scheduler.events import Event, Finished, Tokens
-from scheduler.lane import Feed, Lane
+from scheduler.lane import Donor, Feed, Lane
 from scheduler.pace import Choice, LaneOffers, Offer, Planner
+from scheduler.prefix import Match
 from scheduler.request import FinishReason, Request, Timing, Usage
-from scheduler.round import Acceptance, Drawn, LaneResult, Round, Window, shape_of
+from scheduler.reuse import Reuse
+from scheduler.round import Acceptance, Drawn, LaneResult, Restore, Round, Store, Window, shape_of
 from scheduler.stats import DRAFT_BUCKETS, LANE_BUCKETS, ROW_BUCKETS, DraftCounter, DraftStats, Histogram, Stats
 
 
@@ -30,11 +32,15 @@ class Limits(msgspec.Struct, frozen=True):
     inter_token_seconds: float = 0.0
     """Prefill takes no more of a round than leaves it this short, while others decode; 0 for no such limit."""
     cuttable: bool = True
-    """Whether caches hold a lane at every length up to its own, so that a sibling can have any of it."""
+    """Whether caches hold a lane at every length up to its own, so that another can have any of it."""
 
 
 _LEAST_CHUNK = 16
 """Rows that a prefill gets in any case: it must come to an end."""
+_WORTH_SHARING = 16
+"""Tokens in common for which a lane waits for another one's prefill; fewer only if they are all there is."""
+_COMPARED = 256
+"""Tokens compared at once."""
 
 
 class Departure(msgspec.Struct, frozen=True):
@@ -52,10 +58,12 @@ class _Waiting(msgspec.Struct, frozen=True):
 class Scheduler:
     """First come, first served, `max_lanes` at once; all decoding lanes in each round, prefill in what is left."""
 
-    def __init__(self, limits: Limits, pace: Planner) -> None:
-        """`pace` decides how much of what could be drafted is."""
+    def __init__(self, limits: Limits, pace: Planner, reuse: Reuse | None = None) -> None:
+        """`pace` decides how much of what could be drafted is, `reuse` what is taken from a prefix cache."""
         self._limits = limits
         self._pace = pace
+        self._reuse = reuse
+        self._stores: list[Store] = []
         self._offered: list[LaneOffers] = []
         """What the lanes could draft whose draws come next."""
         self._waiting: dict[str, _Waiting] = {}
@@ -79,6 +87,8 @@ class Scheduler:
     def submit(self, request: Request, now: float) -> None:
         """Put a request at the end of the queue."""
         self._waiting[request.request_id] = _Waiting(request, now)
+        if self._reuse is not None:
+            self._reuse.queued(request)
 
     def cancel(self, request_id: str, now: float) -> list[Event]:
         """The client left: end its request wherever it is. Unknown ids are ignored."""
@@ -86,6 +96,8 @@ class Scheduler:
 
     def finish(self, request_id: str, kept: int, now: float) -> list[Event]:
         """A stop string ended with generated token number `kept`: end the lane, counting no token behind it."""
+        if (lane := self._lanes.get(request_id)) is not None:
+            lane.cut(kept)
         return self._end(request_id, FinishReason.STOP, now, completed=kept)
 
     def fail(self, request_ids: Iterable[str], error: str, now: float) -> list[Event]:
@@ -94,13 +106,20 @@ class Scheduler:
             event for request_id in request_ids for event in self._end(request_id, FinishReason.ERROR, now, error=error)
         ]
         for lane in self._lanes.values():
-            lane.cached = 0
+            lane.cached = lane.reused = 0
+        for lane in self._lanes.values():
+            self._arrange(lane)
         return events
 
     def departures(self) -> list[Departure]:
         """The lanes that left since the last call."""
         gone, self._departures = self._departures, []
         return gone
+
+    def stores(self) -> list[Store]:
+        """What can be kept in the prefix cache since the last call; to be taken before lanes that left are released."""
+        stores, self._stores = self._stores, []
+        return stores
 
     def _end(
         self,
@@ -117,6 +136,10 @@ class Scheduler:
         if (lane := self._lanes.pop(request_id, None)) is None:
             return []
         self._pace.forget(request_id)
+        if self._reuse is not None:
+            if reason is not FinishReason.ERROR:
+                self._stores += self._reuse.stores(lane, leaving=True)
+            self._reuse.leave(request_id)
         self._free_slots.append(lane.slot)
         self._departures.append(Departure(lane.slot, request_id))
         return [Finished(request_id, reason, lane.usage(completed), lane.timing(now), error)]
@@ -126,6 +149,7 @@ class Scheduler:
     def plan(self, now: float) -> Round | None:
         """Admit who can be admitted and lay out the next round; None if there is nothing to do."""
         self._admit(now)
+        restores = self._restores(now)
         feeds = [feed for lane in self._lanes.values() if (feed := self._feed(lane)) is not None]
         decoding = [feed for feed in feeds if feed.decoding]
         prefilling = [feed for feed in feeds if not feed.decoding]
@@ -136,7 +160,18 @@ class Scheduler:
                 break
             windows.append(chunk := feed.chunk(left))
             left -= chunk.rows
-        return Round(tuple(windows)) if windows else None
+        return Round(tuple(windows), restores) if windows or restores else None
+
+    def _restores(self, now: float) -> tuple[Restore, ...]:
+        if self._reuse is None:
+            return ()
+        decoding = any(lane.decoding for lane in self._lanes.values())
+        return tuple(self._reuse.restores(self._lanes.values(), decoding=decoding, now=now))
+
+    def restored(self, size: int, seconds: float) -> None:
+        """Copying what a round restores, so many bytes in all, took so long."""
+        if self._reuse is not None:
+            self._reuse.restored(size, seconds)
 
     def _prefill_rows(self, decoding: Sequence[Window]) -> int:
         """How many rows prefill may have beside these windows: what drafts could use is shared with them by halves."""
@@ -147,21 +182,45 @@ class Scheduler:
         return min(left, max(_LEAST_CHUNK, self._pace.rows_within(self._limits.inter_token_seconds) - len(decoding)))
 
     def _feed(self, lane: Lane) -> Feed | None:
-        """What a lane is fed next; None while an older sibling prefills the prompt of both.
-
-        A sibling whose caches have gone on and cannot be cut is of no use: the lane then prefills for itself.
-        """
-        if lane.cached < lane.shared:
-            for sibling in self._lanes.values():
-                if sibling is lane:
-                    break
-                if sibling.request.siblings != lane.request.siblings:
-                    continue
-                if sibling.cached < lane.shared:
-                    return None
-                if sibling.cached == lane.shared or self._limits.cuttable:
-                    return Feed(lane, lane.shared, sibling.slot)
+        """What a lane is fed next; None while it waits for its beginning, from another lane or the prefix cache."""
+        while (shared := lane.donor) is not None:
+            donor = self._lanes.get(shared.request_id)
+            if donor is not None and donor.cached < shared.length:
+                return None
+            if donor is not None and (self._limits.cuttable or donor.cached == shared.length):
+                return Feed(lane, shared.length, donor.slot)
+            self._arrange(lane)
+        if self._reuse is not None and self._reuse.waits(lane):
+            return None
         return Feed(lane, lane.cached)
+
+    def _arrange(self, lane: Lane) -> None:
+        """Where a lane's beginning comes from: a lane before it that has more of it than the prefix cache, or that."""
+        found = self._reuse.match(lane.request) if self._reuse is not None else Match()
+        lane.donor = self._donor(lane, found.length)
+        if lane.donor is not None:
+            if not self._limits.cuttable:
+                self._lanes[lane.donor.request_id].stops.add(lane.donor.length)
+            found = Match(branch=found.branch)
+        if self._reuse is not None:
+            self._reuse.admit(lane, found)
+
+    def _donor(self, lane: Lane, least: int) -> Donor | None:
+        """The lane admitted before with the longest beginning in common, if that is worth it. One that has gone on, and
+        whose caches cannot be cut, is of no use.
+        """
+        whole = len(lane.request.prompt) - 1
+        best: Donor | None = None
+        for other in self._lanes.values():
+            if other is lane:
+                break
+            if (other.request.owner, other.request.cache_salt) != (lane.request.owner, lane.request.cache_salt):
+                continue
+            length = _common(lane.tokens, other.tokens, whole)
+            worth = length - least >= _WORTH_SHARING or length == whole > least
+            if worth and (self._limits.cuttable or other.cached <= length) and (not best or length > best.length):
+                best = Donor(other.request.request_id, length)
+        return best
 
     def _draft_limit(self, lane: Lane) -> int:
         own = lane.request.draft_tokens
@@ -186,6 +245,7 @@ class Scheduler:
             prompt=len(request.prompt),
             budget=budget,
             owner=request.owner,
+            cache_salt=request.cache_salt,
             expected=request.expected,
             sources=request.draft_sources,
             sampling=request.sampling,
@@ -245,7 +305,9 @@ class Scheduler:
             request = waiting.request
             self._free_slots.sort(reverse=True)
             slot = self._free_slots.pop()
-            self._lanes[request.request_id] = Lane(request, slot, submitted=waiting.submitted, admitted=now)
+            lane = Lane(request, slot, submitted=waiting.submitted, admitted=now)
+            self._lanes[request.request_id] = lane
+            self._arrange(lane)
 
     # ---- and committed --------------------------------------------------------------------------------------------
 
@@ -286,12 +348,16 @@ class Scheduler:
             if lane is None:
                 continue
             lane.cached = result.cached
+            if result.window.copies is not None:
+                lane.donor, lane.reused = None, result.window.start
             if result.error is not None:
                 events += self._end(lane.request.request_id, FinishReason.ERROR, now, error=result.error)
             elif result.acceptance is not None:
                 if (offers := offered.get(lane.request.request_id)) is not None:
                     self._pace.observe(offers, result.acceptance.emitted)
                 events += self._commit_walk(lane, result.window, result.acceptance, now)
+            if self._reuse is not None and lane.request.request_id in self._lanes:
+                self._stores += self._reuse.stores(lane)
         return events
 
     def _commit_walk(self, lane: Lane, window: Window, walk: Acceptance, now: float) -> list[Event]:
@@ -329,6 +395,17 @@ class Scheduler:
             self._draft_counts.snapshot(),
             drafts,
         )
+
+
+def _common(left: Sequence[int], right: Sequence[int], most: int) -> int:
+    """How many tokens two lists begin with in common, `most` at most."""
+    most = min(most, len(left), len(right))
+    common = 0
+    while common < most and left[common : common + _COMPARED] == right[common : common + _COMPARED]:
+        common += _COMPARED
+    while common < most and left[common] == right[common]:
+        common += 1
+    return min(common, most)
 
 
 def _drafting(window: Window, choice: Choice | None) -> Window:

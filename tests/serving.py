@@ -1,5 +1,6 @@
 """`paceline serve` as a process of its own, seen from outside: for the tests of the whole."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -44,22 +45,27 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(folder: Path, *flags: str, port: int | None = None, uds: Path | None = None) -> Iterator[Served]:
-    """A server that is ready; stopped by SIGTERM, and its exit code checked, unless it was killed meanwhile."""
+def serving(
+    folder: Path, *flags: str, port: int | None = None, uds: Path | None = None, log: Path | None = None
+) -> Iterator[Served]:
+    """A server that is ready; stopped by SIGTERM, and its exit code checked, unless it was killed meanwhile. What it
+    says goes to `log`.
+    """
     with tempfile.TemporaryDirectory(prefix="pl") as scratch:
-        port, uds = port or free_port(), uds or Path(scratch) / "s"
+        port, uds, log = port or free_port(), uds or Path(scratch) / "s", log or Path(scratch) / "log"
         words = (PROGRAM, "serve", folder, "--port", str(port), "--uds", uds, "--drain-seconds", "5", *flags)
-        with (Path(scratch) / "log").open("wb") as log:
-            child = subprocess.Popen(words, stdout=log, stderr=log)
+        with log.open("wb") as output:
+            environment = os.environ | {"PACELINE_HOME": scratch}
+            child = subprocess.Popen(words, stdout=output, stderr=output, env=environment)
         served = Served(child, port, uds)
         try:
-            await_ready(served, Path(scratch) / "log")
+            await_ready(served, log)
             yield served
         finally:
             served.client.close()
             if child.poll() is None:
                 child.terminate()
-                assert child.wait(PATIENCE) == 0, (Path(scratch) / "log").read_text()[-2000:]
+                assert child.wait(PATIENCE) == 0, log.read_text()[-2000:]
                 assert not uds.exists()
 
 

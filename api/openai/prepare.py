@@ -67,7 +67,7 @@ def make_requests(
                 sampling=msgspec.structs.replace(sampling, choice=choice) if choice else sampling,
                 stop_tokens=model.info.eos_tokens,
                 ignore_eos=bool(body.ignore_eos),
-                siblings=f"{reply_id}-{place}" if choices > 1 else "",
+                cache_salt=body.cache_salt or "",
                 expected=tuple(expected[: model.info.context_length]),
                 draft_tokens=draft.max,
                 draft_sources=None if draft.sources is None else frozenset(draft.sources),

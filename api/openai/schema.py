@@ -93,6 +93,8 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     response_format: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
     draft: DraftOptions | None = None
+    cache_salt: Annotated[str, msgspec.Meta(max_length=1024)] | None = None
+    """Only requests with the same one share cached prompts."""
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import mlx.core as mx
 import numpy as np
 
-from backends.base import Flight, Masks, ModelInfo
+from backends.base import Blocks, Flight, Masks, ModelInfo
 from backends.masks import Allowed, unpack
 from backends.mlx import exponential
 from backends.mlx.adjust import Adjustments, LaneTables
@@ -95,9 +95,12 @@ class MLXFlight:
 class MLXBackend:
     """Full-attention lanes of one mlx-lm model."""
 
-    def __init__(self, info: ModelInfo, forward: Forward, pace: BlasPace | None = None) -> None:
-        """`pace` where BLAS's threads can be set between rounds."""
+    def __init__(
+        self, info: ModelInfo, forward: Forward, pace: BlasPace | None = None, blocks: Blocks | None = None
+    ) -> None:
+        """`pace` where BLAS's threads can be set between rounds; `blocks` are those of the forward's lanes."""
         self.info = info
+        self.blocks: Blocks | None = blocks
         self.drafters: Sequence[DraftSource] = ()
         self._forward = forward
         self._pace = pace

@@ -7,6 +7,8 @@ padded path if only that one agrees; and is refused otherwise.
 import logging
 import time
 from collections.abc import Sequence
+from hashlib import blake2b
+from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,10 +18,12 @@ from mlx.nn.layers.base import Module
 from backends.base import KVQuantization, ModelInfo
 from backends.mlx import exponential
 from backends.mlx.backend import MLXBackend
+from backends.mlx.blocks import LaneBlocks
 from backends.mlx.caches.kinds import AttentionKind, Kind, UnknownCacheError, attention_kinds, layer_kinds, quantized
 from backends.mlx.check import check_lanes
 from backends.mlx.drafts.model import DraftModel, DraftModelFacts
 from backends.mlx.exponential import Attention
+from backends.mlx.fingerprint import fingerprint
 from backends.mlx.load import Loaded, LoadError, load_folder, locate, refuse_other_tokens
 from backends.mlx.owners import install_owners
 from backends.mlx.patches import apply_patches
@@ -58,7 +62,8 @@ def load_backend(
     progress("check", 0, None)
     head = install_head(loaded.model)
     forward = build_forward(loaded.model, loaded.vocab_size, loaded.name, head, quantization)
-    backend = MLXBackend(_info(loaded, device, forward), forward, _blas_pace())
+    blocks = LaneBlocks(forward.store, forward.regrouping, _namespace(loaded, forward, quantization))
+    backend = MLXBackend(_info(loaded, device, forward), forward, _blas_pace(), blocks)
     if drafting is not None:
         shared = drafting[1].samefile(folder)
         drafter = loaded if shared else load_folder(*drafting, dtype, progress)
@@ -69,6 +74,14 @@ def load_backend(
     return backend
 
 
+def _namespace(loaded: Loaded, forward: Forward, quantization: KVQuantization | None) -> str:
+    """Everything that what lanes cache depends on besides their tokens."""
+    versions = [f"{name} {version(name)}" for name in ("mlx", "mlx-lm")]
+    shapes = [(layer.sight, layer.shapes) for layer in forward.store.layers]
+    parts = (fingerprint(loaded.folder), loaded.dtype, describe_device().kind, quantization, shapes, *versions)
+    return f"{loaded.name}: {blake2b(repr(parts).encode(), digest_size=16).hexdigest()}"
+
+
 def _draft_model(drafter: Loaded, target: Loaded, head: HeadRows) -> DraftModel:
     """With lanes of its own, also where both are one model."""
     facts = DraftModelFacts(drafter.vocab_size, target.vocab_size, drafter.context_length)
@@ -77,7 +90,8 @@ def _draft_model(drafter: Loaded, target: Loaded, head: HeadRows) -> DraftModel:
         raise LoadError(
             f"{drafter.name}: its layers carry a state, which several drafted tokens cannot be taken back from"
         )
-    return DraftModel(forward, facts)
+    namespace = _namespace(drafter, forward, None) + " as a draft model"
+    return DraftModel(forward, facts, LaneBlocks(forward.store, forward.regrouping, namespace))
 
 
 def _blas_pace() -> BlasPace | None:

@@ -297,6 +297,26 @@ class Regrouping:
             cache.put(target, cache.state(source))
         self._lengths[target] = length
 
+    @property
+    def entries(self) -> list[int]:
+        """Arrays of a state, by layer."""
+        return [cache.entries for cache in self._caches]
+
+    def states(self, slot: int, length: int) -> list[State] | None:
+        """A lane's states at a length: where it stands, or where a round that is not settled found it; else None."""
+        if self._lengths.get(slot) == length:
+            return [cache.state(slot) for cache in self._caches]
+        for present in self._rounds:
+            if any(entry.window.slot == slot and entry.window.start == length for entry in present.packed.seated):
+                return [before[slot] for _, before in present.states]
+        return None
+
+    def put(self, slot: int, length: int, states: Sequence[State]) -> None:
+        """Let a lane stand at a length, with these states."""
+        for cache, state in zip(self._caches, states, strict=True):
+            cache.put(slot, state)
+        self._lengths[slot] = length
+
     def release(self, slot: int) -> None:
         """Forget a lane. Idempotent."""
         self._lengths.pop(slot, None)

@@ -50,40 +50,6 @@ class Draws(msgspec.Struct, frozen=True):
     newest: Mapping[int, int]
 
 
-class Forward(Protocol):
-    """Runs windows through the model. Implemented packed and padded."""
-
-    @property
-    def recurrent(self) -> bool:
-        """Whether some layer carries a state, so that only the newest window can be cut."""
-        ...
-
-    @property
-    def cuttable(self) -> bool:
-        """Whether a lane can be had at any length up to its own: all layers keep all of its past."""
-        ...
-
-    def run(self, windows: Sequence[Window], carried: Draws | None) -> Verified:
-        """Feed all windows; those marked `carried` feed their slot's newest token of `carried`."""
-        ...
-
-    def keep(self, kept: Mapping[int, int]) -> None:
-        """Cut each slot to its kept length. Called once for each `run`, in order; what is not named keeps all."""
-        ...
-
-    def release(self, slot: int) -> None:
-        """Give a lane's seat back. Idempotent."""
-        ...
-
-    def reset(self) -> None:
-        """Give all seats back."""
-        ...
-
-    def buffers(self) -> list[mx.array]:
-        """All cache arrays."""
-        ...
-
-
 class LaneStore:
     """Seats and, per attention layer, buffers; the two forwards stand on one each. Written by its forward."""
 
@@ -129,25 +95,69 @@ class LaneStore:
                 layer.apply(change)
 
 
+class Forward(Protocol):
+    """Runs windows through the model. Implemented packed and padded."""
+
+    @property
+    def store(self) -> LaneStore:
+        """Where the lanes sit, and their buffers."""
+        ...
+
+    @property
+    def regrouping(self) -> Regrouping | None:
+        """The lanes' states, if some layer carries one."""
+        ...
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether some layer carries a state, so that only the newest window can be cut."""
+        ...
+
+    @property
+    def cuttable(self) -> bool:
+        """Whether a lane can be had at any length up to its own: all layers keep all of its past."""
+        ...
+
+    def run(self, windows: Sequence[Window], carried: Draws | None) -> Verified:
+        """Feed all windows; those marked `carried` feed their slot's newest token of `carried`."""
+        ...
+
+    def keep(self, kept: Mapping[int, int]) -> None:
+        """Cut each slot to its kept length. Called once for each `run`, in order; what is not named keeps all."""
+        ...
+
+    def release(self, slot: int) -> None:
+        """Give a lane's seat back. Idempotent."""
+        ...
+
+    def reset(self) -> None:
+        """Give all seats back."""
+        ...
+
+    def buffers(self) -> list[mx.array]:
+        """All cache arrays."""
+        ...
+
+
 class StoredForward:
     """What both forwards do with the lanes' seats."""
 
     def __init__(self, model: nn.Module, head: HeadRows, *, together: bool) -> None:
         self._model = model
         self._head = head
-        self._store = LaneStore(together=together)
+        self.store = LaneStore(together=together)
 
     def release(self, slot: int) -> None:
         """Give a lane's seat back. Idempotent."""
-        self._store.release(slot)
+        self.store.release(slot)
 
     def reset(self) -> None:
         """Give all seats back."""
-        self._store.reset()
+        self.store.reset()
 
     def buffers(self) -> list[mx.array]:
         """All cache arrays."""
-        return self._store.arrays()
+        return self.store.arrays()
 
 
 class PackedForward(StoredForward):
@@ -168,8 +178,13 @@ class PackedForward(StoredForward):
         self._attending: list[PackedCache] = []
         self._recurrent: list[RecurrentCache] = []
         self._caches = [self._cache(kind) for kind in kinds]
-        self._regrouping = Regrouping(self._recurrent, self._store.groups, masks=masks)
+        self._regrouped = Regrouping(self._recurrent, self.store.groups, masks=masks)
         self.masks = masks
+
+    @property
+    def regrouping(self) -> Regrouping | None:
+        """The lanes' states, if some layer carries one."""
+        return self._regrouped if self._recurrent else None
 
     @property
     def recurrent(self) -> bool:
@@ -179,7 +194,7 @@ class PackedForward(StoredForward):
     @property
     def cuttable(self) -> bool:
         """Whether all layers keep all of a lane's past."""
-        return not self._recurrent and all(not layer.sight.reach for layer in self._store.layers)
+        return not self._recurrent and all(not layer.sight.reach for layer in self.store.layers)
 
     def _cache(self, kind: Kind) -> object:
         """What stands for one of mlx-lm's caches."""
@@ -198,15 +213,15 @@ class PackedForward(StoredForward):
     def _attending_cache(self, kind: AttentionKind) -> PackedCache:
         how = kind.quantization
         if how is None:
-            return PackedCache(self._store.layer(kind.shape, kind.sight), self._attention, latent=kind.latent)
-        exact = self._store.layer(kind.shape, Sight(head=how.start)) if how.start else None
-        return QuantizedCache(self._store.layer(QuantizedShape(kind.shape, how)), exact, how, self._attention)
+            return PackedCache(self.store.layer(kind.shape, kind.sight), self._attention, latent=kind.latent)
+        exact = self.store.layer(kind.shape, Sight(head=how.start)) if how.start else None
+        return QuantizedCache(self.store.layer(QuantizedShape(kind.shape, how)), exact, how, self._attention)
 
     def run(self, windows: Sequence[Window], carried: Draws | None) -> Verified:
         """Feed all windows in one forward."""
-        self._store.place({window.slot: (max(window.end, window.reach), window.start) for window in windows})
+        self.store.place({window.slot: (max(window.end, window.reach), window.start) for window in windows})
         self._share(windows)
-        packed = PackedRound(windows, self._store.groups)
+        packed = PackedRound(windows, self.store.groups)
         for cache in self._attending:
             cache.begin(packed)
         ordered = [entry.window for entry in packed.seated]
@@ -214,7 +229,7 @@ class PackedForward(StoredForward):
         rows, sampled = _sampled_rows(ordered, [entry.index for entry in packed.seated], firsts)
         tokens = _packed_tokens(ordered, carried)[:, None]
         try:
-            with self._regrouping.building(packed):
+            with self._regrouped.building(packed):
                 logits = _logits(self._model, self._head, tokens, self._caches, rows, packed.rows)
         finally:
             take_back()
@@ -223,28 +238,28 @@ class PackedForward(StoredForward):
         return Verified(logits if rows else None, sampled)
 
     def _share(self, windows: Sequence[Window]) -> None:
-        self._store.share(windows)
+        self.store.share(windows)
         for window in windows:
             if window.copies is not None:
-                self._regrouping.share(window.copies, window.slot, window.start)
+                self._regrouped.share(window.copies, window.slot, window.start)
 
     def keep(self, kept: Mapping[int, int]) -> None:
         """Attention needs nothing done: what is not kept is overwritten by the lane's next window. States go back."""
-        self._regrouping.keep(kept)
+        self._regrouped.keep(kept)
 
     def release(self, slot: int) -> None:
         """Give a lane's seat back, and its states. Idempotent."""
         super().release(slot)
-        self._regrouping.release(slot)
+        self._regrouped.release(slot)
 
     def reset(self) -> None:
         """Give all seats back, and all states."""
         super().reset()
-        self._regrouping.reset()
+        self._regrouped.reset()
 
     def buffers(self) -> list[mx.array]:
         """All cache arrays."""
-        return [*super().buffers(), *self._regrouping.arrays()]
+        return [*super().buffers(), *self._regrouped.arrays()]
 
 
 class PaddedForward(StoredForward):
@@ -252,19 +267,20 @@ class PaddedForward(StoredForward):
     all of whose layers see everything.
     """
 
+    regrouping = None
     recurrent = False
     cuttable = True
 
     def __init__(self, model: nn.Module, head: HeadRows, shapes: Sequence[LayerShape]) -> None:
         super().__init__(model, head, together=True)
-        self._caches = [PaddedCache(self._store.layer(shape)) for shape in shapes]
+        self._caches = [PaddedCache(self.store.layer(shape)) for shape in shapes]
 
     def run(self, windows: Sequence[Window], carried: Draws | None) -> Verified:
         """Feed the chunks in one rectangle, then all sampled windows in another."""
         chunks = [index for index, window in enumerate(windows) if not window.samples]
         if chunks:
             self._run([windows[index] for index in chunks], chunks, None)
-            mx.async_eval(self._store.arrays())
+            mx.async_eval(self.store.arrays())
         indices = [index for index, window in enumerate(windows) if window.samples]
         if not indices:
             return Verified(None, ())
@@ -272,9 +288,9 @@ class PaddedForward(StoredForward):
 
     def _run(self, windows: Sequence[Window], indices: Sequence[int], carried: Draws | None) -> Verified:
         width = max(window.rows for window in windows)
-        self._store.place({window.slot: (max(window.start + width, window.reach), window.start) for window in windows})
-        self._store.share(windows)
-        layout = padded_layout(windows, self._store.groups)
+        self.store.place({window.slot: (max(window.start + width, window.reach), window.start) for window in windows})
+        self.store.share(windows)
+        layout = padded_layout(windows, self.store.groups)
         for cache in self._caches:
             cache.layout = layout
         ordered = [windows[index] for index in layout.order]

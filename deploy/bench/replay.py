@@ -14,7 +14,7 @@ import msgspec
 import typer
 from rich.table import Table
 
-from backends.base import Flight, Masks, ModelInfo
+from backends.base import Blocks, Flight, Masks, ModelInfo
 from deploy.bench.options import Json, say
 from deploy.bench.policies import FixedDepth, Oracle
 from deploy.bench.recording import LaneRecord, RecordedCosts, Recording, RecordingError, read_recording
@@ -77,6 +77,7 @@ class ReplayBackend:
         """`lanes` by request id."""
         self._texts = {name: (*lane.prompt, *lane.output) for name, lane in lanes.items()}
         self._costs = costs
+        self.blocks: Blocks | None = None
         self.drafters: Sequence[DraftSource] = ()
         vocabulary = 1 + max(max(text) for text in self._texts.values())
         self.info = ModelInfo("replay", None, vocabulary, 1 << 20, frozenset(), {}, "replay", 0)

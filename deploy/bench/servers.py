@@ -62,7 +62,10 @@ def paceline(program: str, model: str | None, arguments: Sequence[str] = (), *, 
     """`program` is the `paceline` command, `model` a folder or a name (None for a backend that needs none)."""
     port = free_port()
     models = [] if model is None else [model]
-    argv = (program, "serve", *models, "--host", "127.0.0.1", "--port", str(port), *arguments)
+    prefix = (
+        () if "--prefix-ssd" in arguments else ("--prefix-ssd", "0")
+    )  # else what an earlier run left would be found
+    argv = (program, "serve", *models, "--host", "127.0.0.1", "--port", str(port), *prefix, *arguments)
     return Command(name, argv, port)
 
 

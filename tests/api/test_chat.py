@@ -144,7 +144,7 @@ def test_a_prompt_as_long_as_the_context_is_refused_with_both_numbers(client: ht
 
 
 def test_usage_counts_the_prompt_the_tokens_and_the_final_end(client: httpx2.Client) -> None:
-    usage = chat(client, ask("say [[hello]]"))["usage"]
+    usage = chat(client, ask("say [[hello]]") | {"cache_salt": "nobody else's"})["usage"]
     assert usage["prompt_tokens"] == len("user: say [[hello]]\nassistant: ")
     assert usage["completion_tokens"] == 6
     assert usage["total_tokens"] == usage["prompt_tokens"] + 6

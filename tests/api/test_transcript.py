@@ -160,7 +160,7 @@ def test_a_token_without_text_goes_with_the_text_that_follows() -> None:
 
 def test_only_the_first_of_several_choices_counts_their_prompt() -> None:
     async def prompt_tokens(choice: int) -> tuple[int, int]:
-        request = Request("r", (1,), 9, Sampling(choice=choice), siblings="s")
+        request = Request("r", (1,), 9, Sampling(choice=choice))
         client = EngineClient(lambda _message: None)
         metrics = RequestMetrics()
 

@@ -89,7 +89,11 @@ def test_a_server_without_models_is_an_error() -> None:
 def test_what_is_started() -> None:
     command = paceline("/opt/paceline", "model", ("--draft-tokens", "6"), name="drafts")
     port = ("--port", str(command.port))
-    assert command.argv == ("/opt/paceline", "serve", "model", "--host", "127.0.0.1", *port, "--draft-tokens", "6")
+    none_left = ("--prefix-ssd", "0")
+    words = ("/opt/paceline", "serve", "model", "--host", "127.0.0.1", *port)
+    assert command.argv == (*words, *none_left, "--draft-tokens", "6")
+    chosen = ("--prefix-ssd", "1GB")
+    assert paceline("/opt/paceline", "model", chosen).argv[-2:] == chosen
     assert paceline("/opt/paceline", None).argv[:3] == ("/opt/paceline", "serve", "--host")
     peer = mlx_lm(Path("/models/m"))
     assert peer.argv[:5] == (sys.executable, "-m", "deploy.bench.mlx_lm_server", "--model", "/models/m")

@@ -3,6 +3,7 @@ the same requests, one lane and one token at a time, to hold it against.
 """
 
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from backends.grammar.base import Matcher
 from engine.config import EngineConfig
 from engine.loop import Loop
 from engine.messages import Cancel, Finish, Message, Submit
+from engine.prefix import PrefixCache
 from scheduler.draft import Draft, DraftAsk, DraftSource
 from scheduler.events import Event, Finished, TokenLogprob, Tokens
 from scheduler.pace import Headlong, Planner
@@ -22,6 +24,7 @@ from scheduler.round import Drawn, History, Window
 from scheduler.stats import Stats
 from scheduler.suffix import SuffixDrafts
 from tests.engine.grammars import WORDS, Chart, ChartMatcher
+from tests.engine.shelves import MemorySpill, Shelf
 
 PATIENCE = 5000
 """Steps after which a run that should have ended has hung."""
@@ -179,9 +182,12 @@ class Watched:
     Holds every window and every cache against the texts that plain decoding gives (contract rules 15 and 16).
     """
 
-    def __init__(self, texts: Mapping[str, tuple[int, ...]], prompts: Mapping[str, int]) -> None:
+    def __init__(
+        self, texts: Mapping[str, tuple[int, ...]], prompts: Mapping[str, int], *, cuttable: bool = True
+    ) -> None:
         """Each request's plain text, prompt included, and how many tokens of it are the prompt."""
-        self.model = Terse()
+        self.model = Terse(cuttable=cuttable)
+        self.blocks = self.model.blocks
         self.info = self.model.info
         self.drafters = self.model.drafters
         self.texts = texts
@@ -204,7 +210,7 @@ class Watched:
         self.faults: list[str] = []
         self.resets = 0
         self.copies = 0
-        """How many lanes were begun with what a sibling had cached."""
+        """How many lanes were begun with what another one had cached."""
 
     def verify(
         self, windows: Sequence[Window], after: Flight | None = None, masks: Masks | None = None
@@ -323,6 +329,7 @@ class Served:
     """How many tokens each stop string kept, where one was found."""
     prophets: list[Prophet] = field(default_factory=list)
     stats: Stats | None = None
+    prefix: PrefixCache | None = None
     strayed: list[str] = field(default_factory=list)
     """Whose matcher stood, after some round, elsewhere than behind the tokens delivered."""
 
@@ -360,13 +367,20 @@ class Served:
 class Mail:
     """Delivers each message at its look into the mailbox."""
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: Served, disk: MemorySpill | None) -> None:
         self._served = served
+        self._disk = disk
         self.looks = 0
+        self.letters: deque[Message] = deque()
+        """From others than clients."""
 
     def __call__(self) -> Iterable[Message]:
         look, self.looks = self.looks, self.looks + 1
         self._served.backend.mails = self.looks
+        if self._disk is not None:
+            self._disk.turn()
+        while self.letters:
+            yield self.letters.popleft()
         for guest in self._served.guests.values():
             if guest.arrives == look:
                 yield Submit(guest.request)
@@ -410,21 +424,35 @@ def serve(
     fail_read: Iterable[int] = (),
     fail_keep: Iterable[int] = (),
     pace: Planner | None = None,
+    shelf: Shelf | None = None,
 ) -> Served:
-    """Run the loop until everything has ended; drafts are taken as they come, unless there is a pace."""
+    """Run the loop until everything has ended; drafts are taken as they come, unless there is a pace. With a `shelf`
+    there is a prefix cache.
+    """
     by_name = {guest.request.request_id: guest for guest in guests}
     texts = {name: (*guest.request.prompt, *decode(guest.request).fed) for name, guest in by_name.items()}
-    backend = Watched(texts, {name: len(guest.request.prompt) for name, guest in by_name.items()})
+    prompts = {name: len(guest.request.prompt) for name, guest in by_name.items()}
+    backend = Watched(texts, prompts, cuttable=shelf is None or shelf.cuttable)
     backend.fail_verify |= set(fail_verify)
     backend.fail_read |= set(fail_read)
     backend.fail_keep |= set(fail_keep)
     served = Served(by_name, backend)
-    mail = Mail(served)
+    mail = Mail(served, shelf.disk if shelf is not None else None)
     ladder = sources_named(sources, texts, seed)
     served.prophets = [source for source in ladder if isinstance(source, Prophet)]
-    loop = Loop(backend, config, sources=ladder, mailbox=mail, clock=lambda: float(mail.looks), pace=pace or Headlong())
+    prefix = shelf.open(backend.blocks, mail.letters.append) if shelf is not None else None
+    served.prefix = prefix
+    loop = Loop(
+        backend,
+        config,
+        sources=ladder,
+        mailbox=mail,
+        clock=lambda: float(mail.looks),
+        pace=pace or Headlong(),
+        prefix=prefix,
+    )
     for _ in range(PATIENCE):
-        if loop.idle and mail.looks > mail.last:
+        if loop.idle and mail.looks > mail.last and not (shelf and shelf.disk and shelf.disk.busy):
             served.stats = loop.stats()
             assert not loop._executor._constraints._lanes, "a matcher was kept for a lane that left"
             return served

@@ -213,7 +213,9 @@ def test_rule_13_the_accounts_are_exact_and_add_up_to_the_counters(run: Served) 
     drafts: Counter[str] = Counter()
     for name, guest in run.guests.items():
         usage = run.end(name).usage
-        assert (usage.prompt_tokens, usage.cached_tokens) == (len(guest.request.prompt), 0)
+        windows = [each for forward in run.backend.forwards for each in forward.windows if each.request_id == name]
+        copied = [window.start for window in windows if window.copies is not None]
+        assert (usage.prompt_tokens, usage.cached_tokens) == (len(guest.request.prompt), max(copied, default=0))
         if name not in run.stopped:
             assert usage.completion_tokens - len(run.tokens(name)) in (0, run.end(name).reason is FinishReason.STOP)
             if name in run.undisturbed():
@@ -481,7 +483,7 @@ def test_siblings_share_one_prefill(lanes: int, draft_tokens: int) -> None:
     """Also those who come to a lane when the first ones have left it, as long as one of them is still there."""
     prompt = tuple(range(50))
     siblings = [
-        Guest(Request(f"r{choice}", prompt, 20 + 5 * choice, Sampling(1.0, 5, choice), STOPS, True, siblings="family"))
+        Guest(Request(f"r{choice}", prompt, 20 + 5 * choice, Sampling(1.0, 5, choice), STOPS, True))
         for choice in range(6)
     ]
     run = serve(siblings, EngineConfig(lanes, 20, draft_tokens), "suffix")
@@ -497,16 +499,16 @@ def test_siblings_share_one_prefill(lanes: int, draft_tokens: int) -> None:
 
 def test_choice_0_is_the_request_alone() -> None:
     alone = Request("alone", (1, 2, 3), 30, Sampling(1.0, 7), STOPS, True)
-    first = Request("first", (1, 2, 3), 30, Sampling(1.0, 7, 0), STOPS, True, siblings="family")
-    second = Request("second", (1, 2, 3), 30, Sampling(1.0, 7, 1), STOPS, True, siblings="family")
+    first = Request("first", (1, 2, 3), 30, Sampling(1.0, 7, 0), STOPS, True)
+    second = Request("second", (1, 2, 3), 30, Sampling(1.0, 7, 1), STOPS, True)
     run = serve([Guest(alone), Guest(first), Guest(second)], EngineConfig(4, 20))
     assert run.tokens("alone") == run.tokens("first") != run.tokens("second")
 
 
 def test_a_sibling_whose_elder_is_cancelled_in_prefill_does_it_itself() -> None:
     prompt = tuple(range(60))
-    elder = Guest(Request("elder", prompt, 9, Sampling(0), STOPS, True, siblings="family"), 0, Leave(4))
-    younger = Guest(Request("younger", prompt, 9, Sampling(0), STOPS, True, siblings="family"))
+    elder = Guest(Request("elder", prompt, 9, Sampling(0), STOPS, True), 0, Leave(4))
+    younger = Guest(Request("younger", prompt, 9, Sampling(0), STOPS, True))
     run = serve([elder, younger], EngineConfig(4, 10))
     assert run.end("elder").reason is FinishReason.CANCELLED
     assert run.backend.copies == 0

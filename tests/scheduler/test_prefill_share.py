@@ -54,10 +54,10 @@ def sibling_starts(*, cuttable: bool, ahead: int) -> tuple[int, int | None]:
     """Where a younger sibling is fed from, and whom it copies; the older one is `ahead` tokens behind the prompt."""
     scheduler = Scheduler(Limits(2, 64, 0, cuttable=cuttable), Headlong())
     prompt = tuple(range(20))
-    scheduler.submit(Request("older", prompt, 50, siblings="family"), 0.0)
+    scheduler.submit(Request("older", prompt, 50), 0.0)
     for _ in range(1 + ahead):
         _play(scheduler)
-    scheduler.submit(Request("younger", prompt, 50, siblings="family"), 0.0)
+    scheduler.submit(Request("younger", prompt, 50), 0.0)
     planned = scheduler.plan(0.0)
     assert planned is not None
     (window,) = (each for each in planned.windows if each.request_id == "younger")

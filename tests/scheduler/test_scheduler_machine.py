@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import msgspec
 from hypothesis import settings
@@ -37,6 +38,9 @@ class Tale:
     first_token: float | None = None
     slot: int | None = None
     cached: int = 0
+    donor: "tuple[Tale, int] | None" = None
+    """Whom it copies its beginning from, and how much, until it has done so."""
+    reused: int = 0
     generated: list[int] = field(default_factory=list)
     told: list[int] = field(default_factory=list)
     """What the events delivered."""
@@ -48,11 +52,6 @@ class Tale:
     @property
     def text(self) -> list[int]:
         return [*self.request.prompt, *self.generated]
-
-    @property
-    def shared(self) -> int:
-        """How much of its text it has in common with its siblings, and may copy."""
-        return len(self.request.prompt) - 1 if self.request.siblings else 0
 
     @property
     def remaining(self) -> int:
@@ -132,7 +131,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         draft_tokens: int | None,
     ) -> None:
         for tale in self.tales.values():
-            if family and tale.request.siblings == family:
+            if family and tale.request.owner == family:
                 prompt = tale.request.prompt
         name = f"r{len(self.tales)}"
         request = Request(
@@ -174,7 +173,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert tale.end.reason is reason
         usage = tale.end.usage
         assert usage.prompt_tokens == len(tale.request.prompt)
-        assert usage.cached_tokens == 0
+        assert usage.cached_tokens == tale.reused
         assert usage.completion_tokens == (len(tale.told) + tale.eos_drawn if completed is None else completed)
         assert {count.source: count for count in usage.drafts} == by_position(tale.drafts)
         assert (tale.end.error is not None) == (reason is FinishReason.ERROR)
@@ -213,6 +212,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for tale in self.waiting[:free]:
             tale.admitted = self.now
             self.lanes.append(tale)
+            self.arrange(tale)
         self.waiting = self.waiting[free:]
         if planned is None:
             assert not self.lanes
@@ -279,12 +279,27 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not any(fed[first_short + 1 :]), "first come, first served"
         assert not wanted or any(fed), "prefill never starves"
 
+    def arrange(self, tale: Tale) -> None:
+        """The first of the lanes before it with the longest beginning in common; all of the prompt, or much of it."""
+        whole = len(tale.request.prompt) - 1
+        tale.donor = None
+        for other in self.lanes[: self.lanes.index(tale)]:
+            if other.request.owner != tale.request.owner:
+                continue
+            pairs = zip(tale.text[:whole], other.text, strict=False)
+            common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            worth = common >= 16 or common == whole > 0
+            if worth and (tale.donor is None or common > tale.donor[1]):
+                tale.donor = (other, common)
+
     def start_of(self, tale: Tale) -> tuple[int, int | None] | None:
-        """Where a lane goes on and which slot it copies so far; None if it waits for an elder's prefill."""
-        family = [other for other in self.lanes if other.request.siblings == tale.request.siblings]
-        if tale.cached >= tale.shared or tale is family[0]:
-            return tale.cached, None
-        return (tale.shared, family[0].slot) if family[0].cached >= tale.shared else None
+        """Where a lane goes on and which slot it copies so far; None if it waits for another one's prefill."""
+        while tale.donor is not None:
+            donor, common = tale.donor
+            if donor in self.lanes:
+                return (common, donor.slot) if donor.cached >= common else None
+            self.arrange(tale)
+        return tale.cached, None
 
     def check_window(self, window: Window, tale: Tale) -> None:
         assert tale in self.lanes
@@ -382,6 +397,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         expected: list[tuple[str, tuple[int, ...], FinishReason | None]],
     ) -> LaneResult:
         """Draw for one window, and take its tokens into the model."""
+        if window.copies is not None:
+            tale.donor, tale.reused = None, window.start
         if not window.samples:
             tale.cached = window.end
             return LaneResult(window, None, window.end)
@@ -430,7 +447,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         for tale in hit:
             self.leave(tale, FinishReason.ERROR)
         for tale in self.lanes:
-            tale.cached = 0
+            tale.cached = tale.reused = 0
+        for tale in self.lanes:
+            self.arrange(tale)
 
     @rule()
     def collect_departures(self) -> None:

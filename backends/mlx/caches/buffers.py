@@ -80,9 +80,9 @@ class LayerBuffers:
 
     def __init__(self, shape: Planes, sight: Sight = EVERYTHING) -> None:
         self.sight = sight
-        self._planes = shape.planes
-        self._heads = mx.arange(self._planes[0].heads)[None]
-        self.planes: tuple[dict[int, mx.array], ...] = tuple({} for _ in self._planes)
+        self.shapes = shape.planes
+        self._heads = mx.arange(self.shapes[0].heads)[None]
+        self.planes: tuple[dict[int, mx.array], ...] = tuple({} for _ in self.shapes)
         """By capacity."""
 
     @property
@@ -97,7 +97,7 @@ class LayerBuffers:
 
     def apply(self, change: Change) -> None:
         """Resize a group or copy one lane to another seat."""
-        for plane, buffers in zip(self._planes, self.planes, strict=True):
+        for plane, buffers in zip(self.shapes, self.planes, strict=True):
             if isinstance(change, Resize):
                 self._resize(buffers, change, plane)
             else:

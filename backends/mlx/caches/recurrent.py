@@ -28,7 +28,7 @@ class RecurrentCache(ArraysCache):  # type: ignore[misc]  # mlx-lm's is untyped;
 
     def __init__(self, entries: int) -> None:
         super().__init__(entries)
-        self._entries = entries
+        self.entries = entries
         self._states: dict[int, State] = {}
         self._open: tuple[int, ...] = ()
         self._before: list[State] = []
@@ -39,7 +39,7 @@ class RecurrentCache(ArraysCache):  # type: ignore[misc]  # mlx-lm's is untyped;
 
     def state(self, slot: int) -> State:
         """A lane's state; of one that was never fed, nothing."""
-        return self._states.get(slot) or (None,) * self._entries
+        return self._states.get(slot) or (None,) * self.entries
 
     def put(self, slot: int, state: State) -> None:
         """Let a lane have this state."""

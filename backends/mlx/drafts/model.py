@@ -13,12 +13,14 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 
+from backends.base import Blocks, Companion
 from backends.mlx import exponential
 from backends.mlx.adjust import Adjustments, LaneTables
 from backends.mlx.rows import SampledRow
 from backends.mlx.sampler import DrawnRows, draw
 from backends.mlx.verify import Draws, Forward
 from scheduler.draft import Draft, DraftAsk
+from scheduler.prefix import BLOCK_TOKENS
 from scheduler.round import History, Window
 
 CATCH_UP_ROWS = 256
@@ -139,8 +141,10 @@ class DraftModel:
     name = "draft_model"
     costly = True
 
-    def __init__(self, forward: Forward, facts: DraftModelFacts) -> None:
-        """`forward` serves no one else."""
+    def __init__(self, forward: Forward, facts: DraftModelFacts, blocks: Blocks | None = None) -> None:
+        """`forward` serves no one else; `blocks` are those of its lanes, if they may be shared."""
+        self.blocks = blocks
+        self.companion: Companion | None = None
         self._forward = forward
         self._facts = facts
         self._lanes: dict[str, _Lane] = {}
@@ -160,11 +164,16 @@ class DraftModel:
             self._reset()
             raise
         drafts = {turn.ask.request_id: turn.settle() for turn in feeding}
+        if self.companion is not None:
+            for turn in feeding:
+                self.companion.store(turn.lane.slot, turn.ask, turn.lane.held)
         return [drafts.get(ask.request_id, Draft()) for ask in asks]
 
     def forget(self, request_id: str) -> None:
         """Give the lane's seat back. Idempotent."""
         lane = self._lanes.pop(request_id, None)
+        if self.companion is not None:
+            self.companion.forget(request_id)
         if lane is not None:
             self._forward.release(lane.slot)
             self._tables.release(lane.slot)
@@ -185,6 +194,8 @@ class DraftModel:
         if lane is None:
             lane = self._lanes[ask.request_id] = _Lane(next(self._slots))
         lane.cut(ask.tokens)
+        if self.companion is not None and len(ask.tokens) - lane.held > BLOCK_TOKENS:
+            lane.held = self.companion.restore(lane.slot, ask, lane.held)
         known = max(ask.tokens[lane.held :]) < self._facts.vocab_size
         return _Turn(ask, lane, budget) if known else None
 

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from mlx_lm.generate import generate_step
 
-from backends.base import Flight, Masks, ModelInfo
+from backends.base import Blocks, Flight, Masks, ModelInfo
 from backends.mlx.backend import MLXBackend, MLXFlight
 from backends.mlx.build import paths, prepare
 from backends.mlx.runtime import load_blas, set_blas_threads
@@ -18,6 +18,7 @@ from backends.noise import gumbel, row_key, token_hash
 from engine.config import EngineConfig
 from engine.loop import Loop
 from engine.messages import Message, Submit
+from engine.prefix import PrefixCache
 from scheduler.draft import Draft, DraftAsk, DraftSource
 from scheduler.events import Finished, TokenLogprob, Tokens
 from scheduler.pace import Headlong
@@ -155,6 +156,10 @@ class RecordingBackend:
         return self._backend.info
 
     @property
+    def blocks(self) -> Blocks | None:
+        return self._backend.blocks
+
+    @property
     def drafters(self) -> Sequence[DraftSource]:
         return self._backend.drafters
 
@@ -192,7 +197,11 @@ class Served(msgspec.Struct, frozen=True):
 
 
 def serve(
-    forward: Forward, arrivals: Iterable[Arrival], config: EngineConfig, sources: Sequence[DraftSource] = ()
+    forward: Forward,
+    arrivals: Iterable[Arrival],
+    config: EngineConfig,
+    sources: Sequence[DraftSource] = (),
+    prefix: PrefixCache | None = None,
 ) -> Served:
     """Run the loop until all mail is read and all requests have ended; the forward is left without lanes."""
     info = msgspec.structs.replace(INFO, cuttable=forward.cuttable)
@@ -205,7 +214,15 @@ def serve(
         del pending[: len(due)]
         return due
 
-    loop = Loop(backend, config, sources=sources, mailbox=mailbox, clock=lambda: float(steps), pace=Headlong())
+    loop = Loop(
+        backend,
+        config,
+        sources=sources,
+        mailbox=mailbox,
+        clock=lambda: float(steps),
+        pace=Headlong(),
+        prefix=prefix,
+    )
     tokens: dict[str, tuple[int, ...]] = {}
     logprobs: dict[str, tuple[TokenLogprob, ...]] = {}
     finished: dict[str, Finished] = {}

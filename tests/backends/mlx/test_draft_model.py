@@ -17,12 +17,14 @@ from hypothesis import strategies as st
 from mlx.utils import tree_map
 
 from backends import reference
+from backends.mlx.blocks import LaneBlocks
 from backends.mlx.build import load_backend
 from backends.mlx.caches.packed import PackedCache
 from backends.mlx.drafts.model import CATCH_UP_ROWS, DraftModel, DraftModelFacts
 from backends.mlx.load import LoadError
 from backends.mlx.verify import Draws, Forward, Verified
 from engine.config import EngineConfig
+from engine.prefix import PrefixCache
 from scheduler.draft import Draft, DraftAsk, DraftSource
 from scheduler.request import DraftCount, Request, Sampling
 from scheduler.round import Window
@@ -443,6 +445,39 @@ def test_a_forward_that_fails_in_service_changes_no_answer(watched: Watched) -> 
     assert watched.fail_after is None
     accepted, drafted = acceptance(served)
     assert accepted == drafted >= 50
+
+
+# ---- company in the prefix cache -------------------------------------------------------------------------------------
+
+
+def fed_for(watched: Watched, model: DraftModel, ask: DraftAsk) -> int:
+    """How many real tokens a draft takes; the draft is checked, and the lane leaves."""
+    watched.fed.clear()
+    (draft,) = model.propose([ask])
+    while not draft.tokens:  # long prompts take several calls
+        (draft,) = model.propose([ask])
+    check(draft, ask)
+    model.forget(ask.request_id)
+    return sum(len(window.tokens) for windows in watched.fed for window in windows)
+
+
+def test_what_the_prefix_cache_has_of_a_draft_models_lanes_is_not_fed_again(watched: Watched) -> None:
+    forward = draft_paths().packed
+    blocks = LaneBlocks(forward.store, forward.regrouping, "draft")
+    cache = PrefixCache(blocks, 1 << 30, None, 0, lambda _: None)
+    model = DraftModel(watched, FACTS, blocks)
+    cache.accompany(model)
+    text = prompt_of(5, 300, VOCABULARY)
+    assert fed_for(watched, model, asked("first", text)) == 300
+    assert fed_for(watched, model, asked("again", text)) == 300 - 256
+    assert fed_for(watched, model, asked("on", (*text, *prompt_of(6, 50, VOCABULARY)))) == 350 - 256
+    assert fed_for(watched, model, asked("other way", (*text[:200], *prompt_of(7, 30, VOCABULARY)))) == 230 - 192
+    other = msgspec.structs.replace(asked("other", text), owner="other")
+    assert fed_for(watched, model, other) == 300, "another owner's"
+    salted = msgspec.structs.replace(asked("salted", text), cache_salt="salt")
+    assert fed_for(watched, model, salted) == 300
+    assert cache.clear() > 0
+    assert fed_for(watched, model, asked("gone", text)) == 300
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------

@@ -220,10 +220,7 @@ def test_siblings_copy_one_prefill_and_get_what_they_get_alone(
 ) -> None:
     """More of them than lanes, some outgrowing a capacity class, a stranger among them."""
     prompt = prompt_of(90, length, VOCABULARY)
-    family = [
-        Request(f"choice-{choice}", prompt, 14 + 4 * choice, Sampling(1.0, 3, choice), siblings="family")
-        for choice in range(5)
-    ]
+    family = [Request(f"choice-{choice}", prompt, 14 + 4 * choice, Sampling(1.0, 3, choice)) for choice in range(5)]
     requests = [*family, greedy("stranger", prompt_of(91, 40, VOCABULARY), 30)]
     served = serve(paths("llama")[path], submissions(requests), EngineConfig(max_lanes=lanes, round_rows=70))
     for request in requests:

@@ -145,10 +145,7 @@ def test_a_hybrid_speculates_for_200_rounds_and_never_feeds_a_token_twice() -> N
 def test_siblings_copy_a_state_that_stands_where_they_begin_or_prefill_themselves(name: str, lanes: int) -> None:
     """Where caches cannot be cut, those that are admitted later find their sibling gone on."""
     prompt = prompt_of(90, 60, VOCABULARY)
-    family = [
-        Request(f"choice-{choice}", prompt, 14 + 4 * choice, Sampling(1.0, 3, choice), siblings="family")
-        for choice in range(4)
-    ]
+    family = [Request(f"choice-{choice}", prompt, 14 + 4 * choice, Sampling(1.0, 3, choice)) for choice in range(4)]
     forward = served(name)
     assert not forward.cuttable
     played = serve(forward, submissions(family), EngineConfig(max_lanes=lanes, round_rows=70, draft_tokens=0))

@@ -1,0 +1,216 @@
+"""What lanes take from the prefix cache, and what they give to it: which pieces, in which round, and when to wait.
+
+Owns the pins. Holds no bytes: a `Shelf` does, which is asked for pieces that lie on the SSD and told what to copy by
+the rounds that are planned. Pure; `now` comes in, in seconds.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Protocol
+
+from scheduler.lane import Lane
+from scheduler.prefix import Key, Match, Piece, PrefixIndex, Tier, checkpoint_key, extended, root_of
+from scheduler.request import Request
+from scheduler.round import Restore, Store
+
+COPY_SECONDS = 0.005
+"""How long copying in may make a round while others decode."""
+_ALONE_BYTES = 256 << 20
+"""What is copied in one round while nobody decodes: aborts are seen in between."""
+_PATIENCE = 5.0
+"""So long a lane waits for one read, in seconds; then it computes what it lacks."""
+_AHEAD_BYTES = 64 << 20
+"""What is read ahead for all lanes together."""
+_FIRST_RATE = 2e9
+"""Bytes copied in a second, before any were."""
+_EVERY = 512
+"""Tokens between two checkpoints within a long prompt."""
+_MOST = 8
+"""Checkpoints within a prompt."""
+
+
+class Shelf(Protocol):
+    """Whoever holds the bytes."""
+
+    def fetch(self, key: Key) -> bool:
+        """Begin to read a piece from the SSD into RAM; False if there is no room for it."""
+        ...
+
+    def expect(self, request: Request) -> None:
+        """A request waits: whoever else has pieces of its text may make them ready."""
+        ...
+
+
+class _Account:
+    """One lane's dealings. Written by `Reuse`."""
+
+    def __init__(self, root: Key) -> None:
+        self.root = root
+        self.keys: list[Key] = []
+        """Of its whole blocks, as far as they were given."""
+        self.pending: deque[Piece] = deque()
+        """What it is still to be given, in order."""
+        self.taken: list[Key] = []
+        """Pinned, and copied in the round under way."""
+        self.waiting_since: float | None = None
+        self.had = 0
+        """How much was given to it, in tokens."""
+
+
+class Reuse:
+    """Written by `Scheduler`, which asks in the order: `admit`, then each round `restores`, and `stores` behind it."""
+
+    def __init__(self, index: PrefixIndex, shelf: Shelf, namespace: str) -> None:
+        """`namespace`: what the model is and how it caches."""
+        self._index = index
+        self._shelf = shelf
+        self._namespace = namespace
+        self._lanes: dict[str, _Account] = {}
+        self._rate = _FIRST_RATE
+
+    def root(self, request: Request) -> Key:
+        """Under which key a request's text hangs: another owner's, or one with another salt, never meets it."""
+        return root_of(self._namespace, request.owner, request.cache_salt)
+
+    # ---- taking -----------------------------------------------------------------------------------------------------
+
+    def queued(self, request: Request) -> None:
+        """A request waits: what it will need is made the newest, and read ahead from the SSD."""
+        found = self._index.match(self.root(request), request.prompt[:-1])
+        self._index.use(piece.key for piece in found.pieces)
+        self._read_ahead(found.pieces)
+        self._shelf.expect(request)
+
+    def match(self, request: Request) -> Match:
+        """What is known of a request's prompt but its last token, which heads a window."""
+        return self._index.match(self.root(request), request.prompt[:-1])
+
+    def admit(self, lane: Lane, found: Match) -> None:
+        """A lane begins, and is to be given what was found of its prompt; give it nothing where that is empty."""
+        self.leave(lane.request.request_id)
+        account = self._lanes[lane.request.request_id] = _Account(self.root(lane.request))
+        keys = [piece.key for piece in found.pieces]
+        self._index.pin(keys)
+        self._index.use(keys)
+        account.pending.extend(found.pieces)
+        account.had = found.length
+        end = len(lane.request.prompt) - 1
+        lane.stops |= _stops(end, found) if self._index.checkpoints else {end}
+
+    def waits(self, lane: Lane) -> bool:
+        """Whether a lane is still to be given something."""
+        account = self._lanes.get(lane.request.request_id)
+        return account is not None and bool(account.pending)
+
+    def restores(self, lanes: Iterable[Lane], *, decoding: bool, now: float) -> list[Restore]:
+        """What is copied in this round, as if done: the lanes' `cached` moves on. `decoding`: somebody would have to
+        wait for it.
+        """
+        room = int(self._rate * COPY_SECONDS) if decoding else _ALONE_BYTES
+        restores: list[Restore] = []
+        for lane in lanes:
+            account = self._lanes.get(lane.request.request_id)
+            if account is None or not account.pending:
+                continue
+            self._read_ahead(account.pending)
+            pieces: list[Piece] = []
+            while (piece := self._next(account, now)) is not None:
+                size = self._index.size(piece.key)
+                if (restores or pieces) and size > room:
+                    break
+                room -= size
+                pieces.append(account.pending.popleft())
+            if pieces:
+                account.taken += [piece.key for piece in pieces]
+                reach = len(lane.tokens) + 1
+                restores.append(Restore(lane.slot, lane.request.request_id, tuple(pieces), reach))
+                if pieces[-1].checkpoint or not self._index.checkpoints:  # without its checkpoint a lane has nothing
+                    lane.cached = lane.reused = pieces[-1].end
+        return restores
+
+    def restored(self, size: int, seconds: float) -> None:
+        """Copying so many bytes took so long."""
+        for account in self._lanes.values():
+            self._index.unpin(account.taken)
+            account.taken.clear()
+        if seconds > 0 and size:
+            self._rate += 0.2 * (size / seconds - self._rate)
+
+    def _next(self, account: _Account, now: float) -> Piece | None:
+        """The next piece, if it lies in RAM. What cannot be had is given up."""
+        if not account.pending:
+            return None
+        piece = account.pending[0]
+        if not self._index.holds(piece.key, Tier.RAM):
+            if account.waiting_since is None:
+                account.waiting_since = now
+            if not self._index.loading(piece.key) or now - account.waiting_since > _PATIENCE:
+                self._give_up(account, piece)
+            return None
+        account.waiting_since = None
+        return piece
+
+    def _give_up(self, account: _Account, piece: Piece) -> None:
+        """A piece cannot be had, so that those behind it are of no use."""
+        while account.pending and account.pending[-1].end >= piece.end:
+            self._index.unpin((account.pending.pop().key,))
+        if self._index.checkpoints:  # blocks alone are of no use either
+            self._index.unpin(piece.key for piece in account.pending)
+            account.pending.clear()
+            account.had = 0
+        elif not account.pending:
+            account.had = min(account.had, piece.start)
+
+    def _read_ahead(self, pieces: Iterable[Piece]) -> None:
+        ahead = 0
+        for piece in pieces:
+            if piece.key not in self._index or ahead > _AHEAD_BYTES:
+                return
+            if self._index.holds(piece.key, Tier.RAM):
+                continue
+            if not self._index.loading(piece.key) and not self._shelf.fetch(piece.key):
+                return
+            ahead += self._index.size(piece.key)
+
+    # ---- giving -----------------------------------------------------------------------------------------------------
+
+    def stores(self, lane: Lane, *, leaving: bool = False) -> list[Store]:
+        """What can be kept of a lane now that was not before; when it is `leaving`, also where it stands."""
+        account = self._lanes.get(lane.request.request_id)
+        if account is None:
+            return []
+        block = self._index.block
+        stores: list[Store] = []
+        while (len(account.keys) + 1) * block <= lane.cached:
+            start = len(account.keys) * block
+            parent = account.keys[-1] if account.keys else account.root
+            key = extended(parent, lane.tokens[start : start + block])
+            account.keys.append(key)
+            if not self._index.blocks:
+                self._index.see(key)
+            elif not self._index.holds(key, Tier.RAM):
+                stores.append(self._store(lane, Piece(key, parent, start, start + block)))
+        start = len(account.keys) * block
+        worth = lane.cached > account.had if self._index.checkpoints else lane.cached > start
+        if worth and (leaving or lane.cached in lane.stops):
+            parent = account.keys[-1] if account.keys else account.root
+            key = checkpoint_key(parent, lane.tokens[start : lane.cached])
+            if not self._index.holds(key, Tier.RAM):
+                stores.append(self._store(lane, Piece(key, parent, start, lane.cached, checkpoint=True)))
+        return stores
+
+    def _store(self, lane: Lane, piece: Piece) -> Store:
+        return Store(lane.slot, lane.request.request_id, piece)
+
+    def leave(self, request_id: str) -> None:
+        """A lane left: what it was still to be given is given back, and its text is the newest. Idempotent."""
+        account = self._lanes.pop(request_id, None)
+        if account is not None:
+            self._index.unpin([*account.taken, *(piece.key for piece in account.pending)])
+            self._index.use(account.keys)
+
+
+def _stops(end: int, found: Match) -> set[int]:
+    """Where a prompt leaves checkpoints: where others went another way, at its end, and now and then in between."""
+    step = _EVERY * max(1, -(-end // (_EVERY * _MOST)))
+    return {stop for stop in (*range(step, end, step), found.branch, end) if stop > found.length}
