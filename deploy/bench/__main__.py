@@ -16,6 +16,7 @@ from deploy.bench.load import load
 from deploy.bench.loop import loop
 from deploy.bench.overhead import overhead
 from deploy.bench.picture import picture
+from deploy.bench.prefix import prefix
 from deploy.bench.record import record
 from deploy.bench.replay import replay
 from deploy.bench.rounds import rounds
@@ -28,6 +29,7 @@ SUBCOMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("serve-pair", serve_pair),
     ("loop", loop),
     ("drafting", drafting),
+    ("prefix", prefix),
     ("overhead", overhead),
     ("rounds", rounds),
     ("caches", caches),

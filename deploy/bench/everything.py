@@ -17,7 +17,7 @@ from deploy.bench.schemas import SCHEMAS
 
 _ROOT = Path(__file__).parents[2]
 MODEL = "smollm2-135m"
-IN_PAIRS = ("serve-pair", "loop", "drafting", "rounds", "sampling", "constrained", "overhead")
+IN_PAIRS = ("serve-pair", "loop", "drafting", "prefix", "rounds", "sampling", "constrained", "overhead")
 
 
 def everything(

@@ -275,7 +275,7 @@ def test_under_churn_neither_memory_nor_files_pass_their_caps(tmp_path: Path) ->
     spill = Spill(tmp_path, "fake", most_bytes=ssd, queue_bytes=1000, bytes_per_second=0, warn=pytest.fail)
     cache = PrefixCache(FakeBlocks(lanes, checkpoints=False), ram, spill, ssd, letters.put, block=8)
     rng = random.Random(3)
-    for turn in range(150):
+    for turn in range(100):
         tokens = [*TRUNK[: rng.randint(0, 60)], *rng.choices(range(256), k=rng.randint(8, 40))]
         lanes[0] = FakeLane()
         for token in tokens:
@@ -288,6 +288,8 @@ def test_under_churn_neither_memory_nor_files_pass_their_caps(tmp_path: Path) ->
         for piece in cache.reuse.match(Request("next", (*TRUNK, 0), 1)).pieces:
             if not cache.index.holds(piece.key, Tier.RAM):
                 cache.fetch(piece.key)
+        if turn % 3:
+            assert spill.flush(60.0)
         while not letters.empty():
             message = letters.get()
             assert isinstance(message, Fetched | Spilled)
