@@ -150,6 +150,8 @@ class PrefixCache:
             self.index.written(message.key)
         else:
             self.index.unwritten(message.key)
+            if message.key in self._held and self._spill is not None and not self._spill.stats.writable:
+                self._unspilled[message.key] = None  # once there is room on the disk again
         self.write_behind()
 
     def fetch(self, key: Key, blocks: Blocks | None = None) -> bool:

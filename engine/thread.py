@@ -160,7 +160,7 @@ class Engine:
         what the call raises.
         """
         prefix = self._prefix
-        if prefix is None:
+        if prefix is None or self._state not in (EngineState.READY, EngineState.DRAINING):
             raise LookupError("there is no prefix cache")
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 

@@ -118,6 +118,9 @@ class Room(msgspec.Struct, frozen=True):
     """What lies in that tier no more, and is to be dropped there."""
 
 
+_ENOUGH = Room(granted=True)
+
+
 class _Entry:
     """One piece in the tree. Written by `PrefixIndex`."""
 
@@ -360,12 +363,14 @@ class PrefixIndex:
         entry = self._entries.get(piece.key)
         if entry is not None and entry.sizes[tier] is not None:
             self._freshen(entry)
-            return Room(granted=True)
+            return _ENOUGH
         if parent is None and piece.start and self.blocks:
             account.refused += 1
             return Room(granted=False)
-        with self._guarding(each for each in (parent, entry) if each is not None):
-            room = self._make_room(tier, size)
+        room = _ENOUGH
+        if account.used + size > account.cap:
+            with self._guarding(each for each in (parent, entry) if each is not None):
+                room = self._make_room(tier, size)
         if not room.granted:
             account.refused += 1
             return room
