@@ -52,7 +52,8 @@ class CacheAdmin:
         if spill is None:
             raise ApiError(409, "there are no files: --prefix-ssd is 0", code="no_prefix_files")
         good, damaged = await anyio.to_thread.run_sync(spill.verify)
-        return _told({"good": good, "damaged": damaged})
+        await self._ask(lambda prefix: prefix.damaged(damaged))
+        return _told({"good": good, "damaged": len(damaged)})
 
     async def clear(self, request: Request) -> Response:
         """Forget all that is not in use; how many pieces."""

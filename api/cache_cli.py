@@ -6,6 +6,8 @@ Owns the words. What is asked of a daemon is in `api.cache`.
 import http.client
 import json
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -46,7 +48,8 @@ def ls(uds: UdsFlag = None, prefix_dir: FolderFlag = None, as_json: JsonFlag = F
         return
     from backends.spill import survey
 
-    models = survey(_folder(prefix_dir))
+    with _files():
+        models = survey(_folder(prefix_dir))
     if as_json:
         told = [{"model": one.label, "files": one.files, "bytes": one.bytes, "in_use": one.locked} for one in models]
         typer.echo(json.dumps(told, indent=2))
@@ -74,7 +77,8 @@ def verify(uds: UdsFlag = None, prefix_dir: FolderFlag = None) -> None:
     else:
         from backends.spill import verify as verify_files
 
-        good, damaged = verify_files(_folder(prefix_dir))
+        with _files():
+            good, damaged = verify_files(_folder(prefix_dir))
     typer.echo(f"{good} files are good, {damaged} were damaged and are removed")
     raise typer.Exit(1 if damaged else 0)
 
@@ -87,8 +91,18 @@ def clear(uds: UdsFlag = None, prefix_dir: FolderFlag = None) -> None:
         return
     from backends.spill import clear as clear_files
 
-    files, size = clear_files(_folder(prefix_dir))
+    with _files():
+        files, size = clear_files(_folder(prefix_dir))
     typer.echo(f"{files} files are removed, {megabytes(size)}")
+
+
+@contextmanager
+def _files() -> Iterator[None]:
+    """What the disk refuses ends the command."""
+    try:
+        yield
+    except OSError as error:
+        _fail(str(error))
 
 
 def _folder(told: Path | None) -> Path:

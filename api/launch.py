@@ -80,8 +80,13 @@ def refuse_contradictions(launch: Launch) -> None:
     """
     if launch.quantization is not None and launch.backend != "mlx":
         raise UsageError(f"--backend {launch.backend} keeps no keys and values: that goes without --kv-bits")
+    folder = launch.engine.prefix.folder
+    if launch.engine.prefix.ssd_bytes and folder is not None and folder.exists() and not folder.is_dir():
+        raise UsageError(f"--prefix-dir {folder} is no folder")
     if launch.draft_model is None:
         return
+    if not launch.draft_model:
+        raise UsageError("--draft-model names no model")
     if launch.backend != "mlx":
         raise UsageError(f"--backend {launch.backend} has no models: that goes without --draft-model")
     if not launch.engine.draft_tokens:

@@ -63,6 +63,11 @@ class Tokenizer(Protocol):
         """
         ...
 
+    @property
+    def longest(self) -> int:
+        """No token stands for more characters than this, as far as can be told."""
+        ...
+
     def encode(self, text: str, *, special: bool) -> list[int]:
         """The tokens of a text; `special` adds what the model wants around a bare text (a begin-of-text token)."""
         ...
@@ -97,6 +102,11 @@ class ByteTokenizer:
         """One line per turn, then the assistant's name. It has no use for options or tools."""
         return "".join(f"{turn['role']}: {turn['content']}\n" for turn in turns) + "assistant: "
 
+    @property
+    def longest(self) -> int:
+        """A byte is a token."""
+        return 1
+
     def encode(self, text: str, *, special: bool) -> list[int]:  # noqa: ARG002
         """One token per byte; there is nothing special to add."""
         return list(text.encode())
@@ -129,6 +139,8 @@ class FolderTokenizer:
         self._codec.no_truncation()  # a tokenizer.json may carry the settings of its training
         self._codec.no_padding()
         self._token_bytes = TokenBytes(self._codec)
+        spelled = max(map(len, self._codec.get_vocab(with_added_tokens=True)), default=1)
+        self.longest = spelled * (1 if self._codec.normalizer is None else 2)  # a normalizer may drop characters
 
     @property
     def template(self) -> str:
@@ -158,8 +170,8 @@ class FolderTokenizer:
         return str(text)
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """Releases the GIL while it works."""
-        return list(self._codec.encode(text, add_special_tokens=special).ids)
+        """Releases the GIL while it works, which `encode` of the library does for many texts only."""
+        return list(self._codec.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """As the model's decoder has it."""

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 import msgspec
 
 from backends.spill_directory import Directory, Others, Survey, clear, survey, verify
-from backends.spill_folder import Folder, block_name
+from backends.spill_folder import Folder, block_name, key_of
 from backends.spill_format import Content, DamagedError, make_head
 from backends.spill_scan import Found, Scan, scan
 from backends.spill_worker import Worker
@@ -157,19 +157,20 @@ class Spill:
         if not self._reader.put(partial(self._read, key, done), partial(done, None)):
             done(None)
 
-    def verify(self) -> tuple[int, int]:
-        """Read every file, in between the reads that are asked for: how many are good, and how many damaged. Those are
+    def verify(self) -> tuple[int, tuple[Key, ...]]:
+        """Read every file, in between the reads that are asked for: how many are good, and which are damaged. Those are
         removed if that may be. Blocks until all is done, or closed. For any thread but the spill's own.
         """
         outcomes: SimpleQueue[bool | None] = SimpleQueue()
-        good = damaged = 0
+        good, damaged = 0, list[Key]()
         for name in self._folder.names() if self._folder is not None else ():
             if not self._reader.put(partial(self._check, name, outcomes.put), partial(outcomes.put, None)):
                 break
             outcome = outcomes.get()
             good += outcome is True
-            damaged += outcome is False
-        return good, damaged
+            if outcome is False:
+                damaged.append(key_of(name))
+        return good, tuple(damaged)
 
     def _read(self, key: Key, done: Callable[[Content | None], None]) -> None:
         content: Content | None = None

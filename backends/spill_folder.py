@@ -53,6 +53,11 @@ def block_name(key: Key) -> str:
     return key.hex() + BLOCK
 
 
+def key_of(name: str) -> Key:
+    """The key of the piece whose file has this name."""
+    return bytes.fromhex(name.removesuffix(BLOCK))
+
+
 class Folder:
     """Any thread may read. Who holds the lock may also write and remove, from any thread."""
 
@@ -118,6 +123,11 @@ class Folder:
         except OSError as error:
             if error.errno not in _FULL:  # which passes
                 raise
+
+    @property
+    def gone(self) -> bool:
+        """Whether somebody has removed the folder: what is open is in no directory any more."""
+        return os.fstat(self._fd).st_nlink == 0
 
     # ---- what lies in it --------------------------------------------------------------------------------------------
 

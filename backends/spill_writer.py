@@ -52,6 +52,8 @@ class Writer:
         self.failed = 0
         self.abandoned = 0
         """Writes that were taken, and not tried to the end."""
+        self._gone = False
+        """Whether the folder is."""
         self._folder = folder
         self._others = others
         self._most_bytes = most_bytes
@@ -78,7 +80,7 @@ class Writer:
     @property
     def takes(self) -> bool:
         """Whether a write would be taken, were there room in the queue."""
-        return self._pause.over and not self._hurry.is_set()
+        return self._pause.over and not self._gone and not self._hurry.is_set()
 
     def write(self, head: Head, parts: tuple[memoryview, ...], done: Callable[[bool], None]) -> bool:
         """Queue a write; whether it is taken. If so, the parts are released before `done` is called, once."""
@@ -129,7 +131,9 @@ class Writer:
             self.abandoned += 1
         except OSError as error:
             self.failed += 1
-            if self._pause.failed():
+            if self._folder.gone:
+                self._lose_folder()
+            elif self._pause.failed():
                 self._warn(f"nothing is written to the prefix cache for a while: {error}")
         finally:
             self._end(job, written)
@@ -143,6 +147,11 @@ class Writer:
         self.written += 1
         self.written_bytes += job.head.file_bytes
         return True
+
+    def _lose_folder(self) -> None:
+        if not self._gone:
+            self._gone = True
+            self._warn("the prefix cache's folder was removed: nothing is written any more until a restart")
 
     def _abandon(self, job: _Write) -> None:
         self.abandoned += 1

@@ -189,6 +189,11 @@ class PrefixCache:
         except ValueError:
             return None
 
+    def damaged(self, keys: Iterable[Key]) -> None:
+        """These files were found to be no good."""
+        for key in keys:
+            self._forget(self.index.lost(key))
+
     def _forget(self, keys: Sequence[Key]) -> None:
         for key in keys:
             self._held.pop(key, None)

@@ -4,6 +4,7 @@ operator's commands.
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -133,6 +134,48 @@ def test_the_operators_commands(tmp_path: Path) -> None:
     refused = cache("ls", "--uds", tmp_path / "nobody")
     assert refused.returncode == 1
     assert "no daemon answers" in refused.stderr
+
+
+def test_after_a_check_the_accounts_are_those_of_the_files_that_are_left(tmp_path: Path) -> None:
+    with fake(tmp_path) as served:
+        complete(served, STORY)
+        assert cache("flush", "--uds", served.uds).returncode == 0
+        files = sorted(tmp_path.glob("*/*.block"))
+        for file in files[:3]:
+            file.write_bytes(b"garbage")
+        assert f"{len(files) - 3} files are good, 3 were damaged" in cache("verify", "--uds", served.uds).stdout
+        told = json.loads(cache("ls", "--json", "--uds", served.uds).stdout)
+        assert told["ssd"]["pieces"] == told["spill"]["files"] == len(files) - 3
+        assert told["ssd"]["bytes"] == sum(file.stat().st_size for file in tmp_path.glob("*/*.block"))
+        assert told["spill"]["damaged"] == 3
+
+
+def test_a_folder_that_is_removed_is_missed_once_and_serving_goes_on(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with fake(tmp_path / "prefix", log=log) as served:
+        text, _ = complete(served, STORY)
+        assert cache("flush", "--uds", served.uds).returncode == 0
+        shutil.rmtree(tmp_path / "prefix")
+        complete(served, "another text, " * 20)
+        refused = cache("flush", "--uds", served.uds)
+        assert refused.returncode == 1
+        assert complete(served, STORY) == (text, len(STORY) - 1)
+        complete(served, "a third text, " * 20)
+    assert log.read_text().count("until a restart") == 1
+
+
+def test_a_file_in_the_folders_place_is_refused(tmp_path: Path) -> None:
+    place = tmp_path / "file"
+    place.write_text("words")
+    for words in (("ls",), ("verify",), ("clear",)):
+        refused = cache(*words, "--prefix-dir", place)
+        assert refused.returncode == 1
+        assert refused.stderr.startswith("error: ")
+        assert "Traceback" not in refused.stderr
+    words = [PROGRAM, "serve", *FAKE, "--prefix-dir", place]
+    serve = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert serve.returncode == 1
+    assert "is no folder" in serve.stderr
 
 
 def test_over_tcp_there_is_no_admin(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import msgspec
 from api.errors import invalid
 from api.openai.calls import CallsShape
 from api.openai.constraint import forced_calls, tools_of
-from api.openai.prepare import expected_tokens, make_requests, new_id, seed_of, text_of
+from api.openai.prepare import encoded, expected_tokens, make_requests, new_id, seed_of, text_of
 from api.openai.reply import Order
 from api.openai.schema import ChatBody, ChatMessage, MessageToolCall
 from api.openai.shapes import ChatShape, Heading, ReplyShape
@@ -125,5 +125,5 @@ def _tokenize(model: ServedModel, turns: Sequence[Turn], body: ChatBody) -> tupl
         raise invalid(str(error), "chat_template_kwargs") from error
     except TemplateError as error:
         raise invalid(str(error), "messages") from error
-    prompt = model.tokenizer.encode(text + form.prime if body.forces_calls else text, special=False)
+    prompt = encoded(model, text + form.prime if body.forces_calls else text, "messages", special=False)
     return prompt, expected_tokens(body, model)

@@ -8,7 +8,7 @@ import msgspec
 
 from api.errors import invalid
 from api.openai.constraint import constraint_of
-from api.openai.prepare import make_requests, new_id, seed_of
+from api.openai.prepare import encoded, make_requests, new_id, seed_of
 from api.openai.reply import Order
 from api.openai.schema import CompletionBody
 from api.openai.shapes import CompletionShape, Heading
@@ -77,11 +77,10 @@ def _checked(tokens: list[int], info: ModelInfo, field: str) -> list[int]:
 
 def _encode(model: ServedModel, prompts: Sequence[Prompt], echo: bool) -> list[Encoded]:
     """Runs in a thread."""
-    encoded: list[Encoded] = []
+    told: list[Encoded] = []
     for prompt in prompts:
         if isinstance(prompt, str):
-            tokens = model.tokenizer.encode(prompt, special=True)
-            encoded.append(Encoded(tokens, prompt if echo else ""))
+            told.append(Encoded(encoded(model, prompt, "prompt", special=True), prompt if echo else ""))
         else:
-            encoded.append(Encoded(prompt, model.tokenizer.decode(prompt) if echo else ""))
-    return encoded
+            told.append(Encoded(prompt, model.tokenizer.decode(prompt) if echo else ""))
+    return told

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from api.errors import invalid
+from api.errors import ApiError, invalid
 from api.openai.schema import ChatBody, CompletionBody, ContentPart, DraftOptions, GenerationBody
 from api.service import ServedModel
 from backends.base import ModelInfo
@@ -77,11 +77,27 @@ def make_requests(
     return tuple(requests)
 
 
+_EXPECTED_CHARACTERS = 16
+"""Of a `prediction`, so many characters for each token of the context are read: what lies behind cannot be of use."""
+
+
 def expected_tokens(body: ChatBody, model: ServedModel) -> list[int]:
-    """What `prediction` says, as tokens. Raises ApiError. Runs in a thread."""
+    """What `prediction` says, as tokens, where it may be drafted from. Raises ApiError. Runs in a thread."""
     if body.prediction is None:
         return []
-    return model.tokenizer.encode(text_of(body.prediction.content, "prediction.content"), special=False)
+    text = text_of(body.prediction.content, "prediction.content")
+    draft = body.draft or DraftOptions()
+    if draft.max == 0 or (draft.sources is not None and "prediction" not in draft.sources):
+        return []
+    return model.tokenizer.encode(text[: _EXPECTED_CHARACTERS * model.info.context_length], special=False)
+
+
+def encoded(model: ServedModel, text: str, field: str, *, special: bool) -> list[int]:
+    """The tokens of a prompt. Raises ApiError for one that is too long, and does not read what cannot fit."""
+    least = len(text) // model.tokenizer.longest
+    if least > model.info.context_length:
+        raise _too_long(f"at least {least}", model.info, field)
+    return model.tokenizer.encode(text, special=special)
 
 
 def text_of(content: str | Sequence[ContentPart], field: str) -> str:
@@ -143,9 +159,13 @@ def _room(prompt_tokens: int, wanted: int | None, info: ModelInfo, field: str) -
         raise invalid(f"{field} is empty: there is no token to go on from", field)
     left = info.context_length - prompt_tokens
     if left < 1:
-        message = (
-            f"This model's maximum context length is {info.context_length} tokens. However, your {field} resulted in "
-            f"{prompt_tokens} tokens. Please reduce the length of the {field}."
-        )
-        raise invalid(message, field, "context_length_exceeded")
+        raise _too_long(str(prompt_tokens), info, field)
     return left if wanted is None else min(wanted, left)
+
+
+def _too_long(tokens: str, info: ModelInfo, field: str) -> ApiError:
+    message = (
+        f"This model's maximum context length is {info.context_length} tokens. However, your {field} resulted in "
+        f"{tokens} tokens. Please reduce the length of the {field}."
+    )
+    return invalid(message, field, "context_length_exceeded")

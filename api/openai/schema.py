@@ -18,6 +18,7 @@ _SHARE = Annotated[float, msgspec.Meta(ge=0, le=1)]
 _BIAS = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 _LOGPROBS = Annotated[int, msgspec.Meta(ge=0, le=20)]
 _MAX_STOPS = 16
+_STOP_CHARACTERS = 4096
 _MAX_BIASES = 1024
 _MAX_TOOLS = 128
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -239,6 +240,8 @@ def _check_served(body: GenerationBody) -> None:
 def _check_stops(body: GenerationBody) -> None:
     if len(body.stops) > _MAX_STOPS:
         raise invalid(f"stop takes at most {_MAX_STOPS} strings, not {len(body.stops)}", "stop")
+    if any(len(stop) > _STOP_CHARACTERS for stop in body.stops):
+        raise invalid(f"a stop string has at most {_STOP_CHARACTERS} characters", "stop")
     if "" in body.stops:
         raise invalid("stop must not hold an empty string", "stop")
 

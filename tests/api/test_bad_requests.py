@@ -6,6 +6,7 @@ import httpx2
 import pytest
 
 from api.service import Settings
+from api.text import ByteTokenizer
 from tests.api.servers import RunningServer, running
 
 JSON = {"content-type": "application/json"}
@@ -85,3 +86,35 @@ def test_bytes_that_are_no_http_are_refused(server: RunningServer) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as peer:
         peer.sendall(b"\x16\x03\x01 hello\r\n\r\n")
         assert peer.recv(4096).startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "long " * 100_000}]}),
+        ("/v1/completions", {"prompt": "long " * 100_000}),
+        ("/v1/completions", {"prompt": ["short", "long " * 100_000]}),
+    ],
+)
+def test_a_text_that_cannot_fit_is_refused_without_being_read(
+    client: httpx2.Client, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, object]
+) -> None:
+    read: list[int] = []
+    encode = ByteTokenizer.encode
+
+    def noted(self: ByteTokenizer, text: str, *, special: bool) -> list[int]:
+        read.append(len(text))
+        return encode(self, text, special=special)
+
+    monkeypatch.setattr(ByteTokenizer, "encode", noted)
+    response = client.post(path, json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert max(read, default=0) < 1000
+
+
+def test_a_stop_string_without_end_is_refused(client: httpx2.Client) -> None:
+    assert client.post("/v1/completions", json={"prompt": "p", "max_tokens": 2, "stop": "x" * 4096}).status_code == 200
+    response = client.post("/v1/completions", json={"prompt": "p", "stop": ["x", "x" * 4097]})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "stop"

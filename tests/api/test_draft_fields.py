@@ -117,3 +117,15 @@ def test_usage_tells_what_came_of_a_prediction() -> None:
     details = usage_object([usage])["completion_tokens_details"]
     assert details["accepted_prediction_tokens"] == 3
     assert details["rejected_prediction_tokens"] == 2
+
+
+@pytest.mark.parametrize(
+    ("draft", "read"),
+    [({"max": 0}, False), ({"sources": ["suffix"]}, False), ({"sources": ["prediction"]}, True), ({"max": 2}, True)],
+    ids=str,
+)
+def test_a_prediction_that_may_not_be_drafted_from_is_not_read(
+    server: RunningServer, submitted: list[Request], draft: dict[str, Any], read: bool
+) -> None:
+    content(server, prediction={"type": "content", "content": "a text"}, draft=draft)
+    assert bool(submitted[0].expected) == read

@@ -1,5 +1,6 @@
 """Tokenizers: what templates make of conversations, and that a folder's settings of training do not matter."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,28 @@ def test_a_folders_detokenizer_streams_its_text(tokenizer: FolderTokenizer) -> N
     detokenizer = tokenizer.detokenizer()
     tokens = tokenizer.encode("häuser 漢字 🦄", special=False)
     assert "".join([*map(detokenizer.push, tokens), detokenizer.close()]) == "häuser 漢字 🦄"
+
+
+def test_others_work_while_a_long_text_is_read(tokenizer: FolderTokenizer) -> None:
+    """The library keeps the interpreter to itself for a single text."""
+    ended, turns = threading.Event(), []
+
+    def work() -> None:
+        while not ended.wait(0.001):
+            turns.append(None)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    before = len(turns)
+    tokens = tokenizer.encode("hello world, user " * 100_000, special=False)
+    during = len(turns) - before
+    ended.set()
+    worker.join()
+    assert during >= 10
+    assert tokens == tokenizer._codec.encode("hello world, user " * 100_000, add_special_tokens=False).ids
+
+
+def test_no_token_is_longer_than_it_says(tokenizer: FolderTokenizer) -> None:
+    vocabulary = tokenizer._codec.get_vocab(with_added_tokens=True)
+    assert max(len(tokenizer.decode([token])) for token in vocabulary.values()) <= tokenizer.longest
+    assert tokenizer.longest < 100
