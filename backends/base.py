@@ -61,6 +61,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Whether a round is one padded rectangle, in which a lane's long window costs rows in every lane."""
     cuttable: bool = True
     """Whether a slot's caches hold its lane at every length up to its own, and not just where it stands."""
+    pipelines: bool = True
+    """Whether a forward can be started while another one is under way, without waiting for that."""
     timed_rounds: tuple[tuple[RoundShape, float], ...] = ()
     """What some rounds cost at load, in seconds; the planner starts from them."""
 

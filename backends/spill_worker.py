@@ -1,14 +1,19 @@
 """A thread for what may take long on a disk: jobs in order, at a pace, and not again too soon where they failed."""
 
 import logging
+import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 
 _log = logging.getLogger("paceline.spill")
 _MOST_PAUSE = 3600.0
+_BEHIND = 10
+"""The niceness of a thread that stands back."""
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -22,7 +27,9 @@ class Job(msgspec.Struct, frozen=True):
 class Worker:
     """One daemon thread, and what it is still to do. For any thread but its own."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, behind: bool = False) -> None:
+        """`behind`: others of the process go first, where threads can be told apart (Linux)."""
+        self._behind = behind and sys.platform == "linux"
         self._changed = threading.Condition()
         self._jobs: deque[Job] = deque()
         self._running = 0
@@ -66,6 +73,9 @@ class Worker:
         return not self._thread.is_alive()
 
     def _work(self) -> None:
+        if self._behind:
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BEHIND)
         while self._work_one():
             pass
 

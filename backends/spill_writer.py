@@ -73,7 +73,7 @@ class Writer:
         self._looked = clock()
         others.look()
         self._make_room(0)
-        self._worker = Worker("paceline-spill-writer")
+        self._worker = Worker("paceline-spill-writer", behind=True)
 
     # ---- asked ------------------------------------------------------------------------------------------------------
 

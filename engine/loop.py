@@ -45,6 +45,7 @@ class Loop:
             draft_tokens=config.draft_tokens,
             inter_token_seconds=config.inter_token_seconds,
             cuttable=backend.info.cuttable,
+            pipelines=backend.info.pipelines,
         )
         pace = pace or (_pace(backend.info) if config.paced else Headlong())
         self._scheduler = Scheduler(limits, pace, prefix.reuse if prefix is not None else None)

@@ -21,8 +21,10 @@ _PATIENCE = 5.0
 """So long a lane waits for one read, in seconds; then it computes what it lacks."""
 _AHEAD_BYTES = 64 << 20
 """What is read ahead for all lanes together."""
-_FIRST_RATE = 2e9
-"""Bytes copied in a second, before any were."""
+_FIRST_BYTES = 8 << 20
+"""What is copied in one round while others decode, before it is known how long that takes."""
+_MORE, _LESS = 1.15, 0.7
+"""How that follows the time it takes."""
 _EVERY = 512
 """Tokens between two checkpoints within a long prompt."""
 _MOST = 8
@@ -66,7 +68,7 @@ class Reuse:
         self._shelf = shelf
         self._namespace = namespace
         self._lanes: dict[str, _Account] = {}
-        self._rate = _FIRST_RATE
+        self._bytes = _FIRST_BYTES
 
     def root(self, request: Request) -> Key:
         """Under which key a request's text hangs: another owner's, or one with another salt, never meets it."""
@@ -106,7 +108,7 @@ class Reuse:
         """What is copied in this round, as if done: the lanes' `cached` moves on. `decoding`: somebody would have to
         wait for it.
         """
-        room = int(self._rate * COPY_SECONDS) if decoding else _ALONE_BYTES
+        room = self._bytes if decoding else _ALONE_BYTES
         restores: list[Restore] = []
         for lane in lanes:
             account = self._lanes.get(lane.request.request_id)
@@ -129,12 +131,16 @@ class Reuse:
         return restores
 
     def restored(self, size: int, seconds: float) -> None:
-        """Copying so many bytes took so long."""
+        """Copying so many bytes took so long. A piece has a price of its own besides its bytes', so it is tried out how
+        many bytes go into the time.
+        """
         for account in self._lanes.values():
             self._index.unpin(account.taken)
             account.taken.clear()
-        if seconds > 0 and size:
-            self._rate += 0.2 * (size / seconds - self._rate)
+        if seconds > COPY_SECONDS and size <= _MORE * self._bytes:
+            self._bytes = max(1, int(self._bytes * _LESS))
+        elif seconds < COPY_SECONDS * _LESS and size > self._bytes // 2:
+            self._bytes = min(_ALONE_BYTES, int(self._bytes * _MORE))
 
     def _next(self, account: _Account, now: float) -> Piece | None:
         """The next piece, if it lies in RAM. What cannot be had is given up."""

@@ -33,6 +33,8 @@ class Limits(msgspec.Struct, frozen=True):
     """Prefill takes no more of a round than leaves it this short, while others decode; 0 for no such limit."""
     cuttable: bool = True
     """Whether caches hold a lane at every length up to its own, so that another can have any of it."""
+    pipelines: bool = True
+    """Whether rounds can be planned ahead."""
 
 
 _LEAST_CHUNK = 16
@@ -288,7 +290,7 @@ class Scheduler:
         none may need the host, and nobody may wait for a free slot. Lanes that will have used up their `max_tokens` are
         left out; one that ends otherwise is discarded a round late.
         """
-        if self._waiting and self._free_slots:
+        if not self._limits.pipelines or (self._waiting and self._free_slots):
             return None
         aboard = {window.request_id: window.end for window in flying.windows if window.samples and not window.draft}
         if len(aboard) != len(flying.windows) or any(request_id not in aboard for request_id in self._lanes):

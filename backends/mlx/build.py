@@ -197,4 +197,6 @@ def _info(loaded: Loaded, device: str, forward: Forward) -> ModelInfo:
         parameter_bytes=loaded.parameter_bytes,
         rectangle=isinstance(forward, PaddedForward),
         cuttable=forward.cuttable,
+        # On a CPU, MLX takes no more than a few operations ahead: to start a forward is to wait for the one before it.
+        pipelines=describe_device().kind != "cpu",
     )

@@ -98,9 +98,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         lanes=st.integers(1, 4),
         more_rows=st.integers(1, 12),
         draft_tokens=st.integers(0, 4),
+        pipelines=st.sampled_from([True, True, False]),
     )
-    def begin(self, lanes: int, more_rows: int, draft_tokens: int) -> None:
-        self.limits = Limits(lanes, lanes + more_rows, draft_tokens)
+    def begin(self, lanes: int, more_rows: int, draft_tokens: int, pipelines: bool) -> None:
+        self.limits = Limits(lanes, lanes + more_rows, draft_tokens, pipelines=pipelines)
         self.scheduler = Scheduler(self.limits, Headlong())
 
     def tick(self) -> float:
@@ -337,7 +338,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         aboard = {window.request_id for window in self.flying if window.samples}
         going_on = [tale for tale in self.lanes if tale.remaining > 1]
         allowed = (
-            not self.offers
+            self.limits.pipelines
+            and not self.offers
             and all(window.samples and not window.draft for window in self.flying)
             and all(tale.request.request_id in aboard for tale in self.lanes)
             and not (self.waiting and len(self.lanes) < self.limits.max_lanes)
