@@ -1,10 +1,9 @@
 """How many tokens each lane may draft: those whose rows pay, by what rounds cost and how often guesses come true.
 
 Every (lane, position) slot of the drafts at hand has a chance of being emitted. The slots are ranked by it, and so
-many are taken as make the most tokens a second over all lanes, as long as no lane is slower for it than plain rounds
-would make it: a lane that has gained may wait for others, one that has not may not. None taken is "parked": the round
-is a plain one. Parked lanes need no probes: what they would have drafted is held against what came, which costs no row.
-Pure, and deterministic given the same observations.
+many are taken as make the most tokens a second over all lanes. None taken is "parked": the round is a plain one. Parked
+lanes need no probes: what they would have drafted is held against what came, which costs no row. Pure, and
+deterministic given the same observations.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -44,12 +43,6 @@ class Choice(msgspec.Struct, frozen=True):
 
 _MARGIN = 1.02
 """A draft must promise so much more than a plain round: estimates err, and plain rounds pipeline."""
-
-
-_SLOWER = 0.03
-"""No lane is to be slower than with plain rounds by more than this share of its time."""
-_MOST_AHEAD = 2.0
-"""What a lane has gained counts up to so many seconds: who wrote fast long ago is not to wait for long."""
 
 
 class Planner(Protocol):
@@ -97,17 +90,11 @@ class Planner(Protocol):
 class Pace:
     """Chooses drafts. Written by the scheduler: `choose` before a round, `observe` and `timed` behind it."""
 
-    def __init__(self, *, rectangle: bool = False, slower: float = _SLOWER) -> None:
-        """`rectangle`: every lane is padded to the widest window, so that a column costs a row in every lane. `slower`
-        as `_SLOWER`; a large number for the most tokens whoever gets them.
-        """
+    def __init__(self, *, rectangle: bool = False) -> None:
+        """`rectangle`: every lane is padded to the widest window, so that a column costs a row in every lane."""
         self.costs = CostTable()
         self.survival = Survival()
         self._rectangle = rectangle
-        self._slower = slower
-        self._gains: dict[str, _Gain] = {}
-        self._priced: dict[str, tuple[float, float]] = {}
-        """Of the lanes of the round that was chosen last: what it would cost plain, and what it costs."""
         self._costly: dict[str, CostlySource] = {}
 
     def choose(self, lanes: Sequence[LaneOffers], prefill: RoundShape, rows: int) -> dict[str, Choice]:
@@ -118,9 +105,7 @@ class Pace:
         steps = self._steps(lanes, best)
         attention = prefill.attention + sum(lane.cached for lane in lanes)
         plain = RoundShape(len(lanes) + prefill.rows, prefill.rows > 0, attention)
-        taken = self._most_per_second(steps, plain, lanes, rows)
-        prices = (self.costs.seconds(plain), self.costs.seconds(_with(plain, steps[:taken])))
-        self._priced = {lane.request_id: prices for lane in lanes}
+        taken = self._most_per_second(steps, plain, len(lanes), rows)
         return self._cut(best, steps[:taken])
 
     def would_draft(self, lanes: Sequence[LaneOffers]) -> bool:
@@ -137,7 +122,7 @@ class Pace:
         if not later:
             return False
         plain = RoundShape(len(lanes), False, sum(lane.cached for lane in lanes))
-        return self._most_per_second(self._steps(lanes, later), plain, lanes, len(lanes) * len(ROWS)) > 0
+        return self._most_per_second(self._steps(lanes, later), plain, len(lanes), len(lanes) * len(ROWS)) > 0
 
     def depth(self, source: str, lanes: Sequence[LaneOffers], asking: Set[str]) -> int:
         """The depth that makes the most tokens a second, its own time included; now and then a probe."""
@@ -209,7 +194,7 @@ class Pace:
     def _slots(self, lanes: Sequence[LaneOffers], best: Mapping[str, Choice]) -> list["_Step"]:
         """Every slot a step of its own, likeliest first; a lane's slots stay in order, as chances only fall."""
         steps = [
-            _Step(1, lane.cached, ((lane.request_id, position + 1, chance),))
+            _Step(chance, 1, lane.cached, ((lane.request_id, position + 1),))
             for lane in lanes
             if (choice := best.get(lane.request_id)) is not None
             for position, chance in enumerate(choice.chances)
@@ -223,38 +208,31 @@ class Pace:
         steps = []
         for position in range(widest):
             part = [(name, choice) for name, choice in best.items() if len(choice.chances) > position]
-            reaches = tuple((name, position + 1, choice.chances[position]) for name, choice in part)
-            steps.append(_Step(len(lanes), attention, reaches))
+            gain = sum(choice.chances[position] for _, choice in part)
+            steps.append(_Step(gain, len(lanes), attention, tuple((name, position + 1) for name, _ in part)))
         return steps
 
-    def _most_per_second(
-        self, steps: Sequence["_Step"], plain: RoundShape, lanes: Sequence[LaneOffers], rows: int
-    ) -> int:
+    def _most_per_second(self, steps: Sequence["_Step"], plain: RoundShape, lanes: int, rows: int) -> int:
         """How many of the steps to take, in order: all numbers of them are tried, as a cliff may lie in between."""
-        tokens, shape = float(len(lanes)), plain
+        tokens, shape = float(lanes), plain
         seconds = self.costs.seconds(plain)
         if not seconds:
             return 0
-        patience = _Patience({lane.request_id: self._gain(lane.request_id) for lane in lanes}, seconds, self._slower)
         most, taken = _MARGIN * tokens / seconds, 0
         for count, step in enumerate(steps, start=1):
             tokens += step.gain
-            patience.grow(step)
-            shape = _with(shape, (step,))
+            shape = RoundShape(shape.rows + step.rows, True, shape.attention + step.attention)
             if shape.rows - plain.rows > rows:
                 break
             seconds = self.costs.seconds(shape)
-            if tokens / seconds > most and seconds <= patience.least:
+            if tokens / seconds > most:
                 most, taken = tokens / seconds, count
         return taken
-
-    def _gain(self, request_id: str) -> "_Gain":
-        return self._gains.setdefault(request_id, _Gain())
 
     def _cut(self, best: Mapping[str, Choice], steps: Sequence["_Step"]) -> dict[str, Choice]:
         lengths: dict[str, int] = {}
         for step in steps:
-            lengths.update((name, length) for name, length, _ in step.reaches)
+            lengths.update(step.reaches)
         return {
             name: Choice(best[name].source, best[name].draft.cut(length), best[name].chances[:length])
             for name, length in lengths.items()
@@ -264,11 +242,6 @@ class Pace:
         """What came where a lane had these offers, whether they were verified or not."""
         for offer in lane.offers:
             self.survival.observe(lane.request_id, offer.source, offer.draft, came)
-        if (prices := self._priced.pop(lane.request_id, None)) is not None:
-            plain, price = prices
-            gain = self._gain(lane.request_id)
-            gain.lived += price
-            gain.ahead = min(_MOST_AHEAD, gain.ahead + len(came) * plain - price)
 
     def timed(self, shape: RoundShape, seconds: float) -> None:
         """A round took so long."""
@@ -277,8 +250,6 @@ class Pace:
     def forget(self, request_id: str) -> None:
         """The lane left."""
         self.survival.forget(request_id)
-        self._gains.pop(request_id, None)
-        self._priced.pop(request_id, None)
 
 
 class Headlong:
@@ -322,60 +293,9 @@ class Headlong:
 
 
 class _Step(msgspec.Struct, frozen=True):
-    """What could be added to a round next: rows and keys it costs, how long drafts are with it, and the chance that
-    each of these tokens is emitted.
-    """
+    """What could be added to a round next: tokens it may gain, rows and keys it costs, how long drafts are with it."""
 
+    gain: float
     rows: int
     attention: int
-    reaches: tuple[tuple[str, int, float], ...]
-
-    @property
-    def gain(self) -> float:
-        """Tokens that it promises."""
-        return sum(chance for _, _, chance in self.reaches)
-
-
-def _with(shape: RoundShape, steps: Sequence[_Step]) -> RoundShape:
-    """A round with steps added."""
-    if not steps:
-        return shape
-    rows, attention = sum(step.rows for step in steps), sum(step.attention for step in steps)
-    return RoundShape(shape.rows + rows, True, shape.attention + attention)
-
-
-class _Gain:
-    """What drafting has done for a lane, its own and others': by the prices of its rounds, in seconds."""
-
-    __slots__ = ("ahead", "lived")
-
-    def __init__(self) -> None:
-        self.ahead = 0.0
-        """How much longer plain rounds would have taken for what it has; negative if it has lost."""
-        self.lived = 0.0
-
-
-class _Patience:
-    """How long a round may take for each of its lanes, as it promises them more tokens. A lane bears what leaves it no
-    slower than plain rounds, but for a small share of its time.
-    """
-
-    def __init__(self, gains: Mapping[str, _Gain], plain: float, slower: float) -> None:
-        """`plain`: what the round costs without drafts, in seconds."""
-        self._plain = plain
-        self._share = 1 - slower
-        self._bears = {
-            name: (plain + gain.ahead + slower * gain.lived) / self._share if slower < 1 else float("inf")
-            for name, gain in gains.items()
-        }
-        self.least = min(self._bears.values(), default=float("inf"))
-        """Seconds that all of them bear."""
-
-    def grow(self, step: _Step) -> None:
-        """A step is added."""
-        lowest = False
-        for name, _, chance in step.reaches:
-            lowest = lowest or self._bears[name] == self.least
-            self._bears[name] += chance * self._plain / self._share if self._share > 0 else 0.0
-        if lowest:
-            self.least = min(self._bears.values())
+    reaches: tuple[tuple[str, int], ...]

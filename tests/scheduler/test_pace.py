@@ -153,36 +153,6 @@ def test_in_the_worst_world_that_can_be_found_it_is_not_far_behind(
     assert share_of_the_oracle(World(cost, chances, rectangle=rectangle)) >= 0.92
 
 
-def rates(world: World) -> list[float]:
-    """Each lane's speed over what plain rounds would give it, in rounds that emit what was verified and one more."""
-    tokens, seconds, plain = [0] * len(world.chances), 0.0, world.cost(world.shape({}))
-    for _ in range(400):
-        lanes = world.lanes()
-        chosen = world.pace.choose(lanes, NO_PREFILL, 1000)
-        shape = world.shape(chosen)
-        world.pace.timed(shape, world.cost(shape))
-        seconds += world.cost(shape)
-        for place, (lane, length) in enumerate(zip(lanes, world.lengths(chosen), strict=True)):
-            right = next((n for n in range(length) if world.rng.random() >= world.chances[place]), length)
-            came = [1] * right + [1 if right == length and world.rng.random() < world.chances[place] else 0]
-            world.pace.observe(lane, came)
-            tokens[place] += len(came)
-    return [count * plain / seconds for count in tokens]
-
-
-@pytest.mark.parametrize("rectangle", [False, True])
-@pytest.mark.parametrize("cost", MACHINES)
-@pytest.mark.parametrize("chances", [[0.0] * 4 + [0.97] * 4, [0.0] + [0.97] * 7, [0.3, 0.0, 0.97, 0.6]], ids=str)
-def test_no_lane_is_slower_for_what_others_draft(cost: Cost, rectangle: bool, chances: list[float]) -> None:
-    assert min(rates(World(cost, chances, rectangle=rectangle))) >= 0.95
-
-
-def test_for_the_most_tokens_some_would_be_slower() -> None:
-    greedy = World(linear, [0.0] * 4 + [0.97] * 4)
-    greedy.pace = Pace(slower=100.0)
-    assert min(rates(greedy)) < 0.8
-
-
 @pytest.mark.parametrize("rectangle", [False, True])
 @pytest.mark.parametrize("cost", [linear, cliff, heavy_attention])
 def test_where_nothing_comes_true_all_lanes_park_and_wake_when_it_does(cost: Cost, rectangle: bool) -> None:
