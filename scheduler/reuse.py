@@ -20,7 +20,7 @@ _ALONE_BYTES = 256 << 20
 _PATIENCE = 5.0
 """So long a lane waits for one read, in seconds; then it computes what it lacks."""
 _AHEAD_BYTES = 64 << 20
-"""What is read ahead for all lanes together."""
+"""What is read ahead of what a lane is given next."""
 _FIRST_BYTES = 8 << 20
 """What is copied in one round while others decode, before it is known how long that takes."""
 _MORE, _LESS = 1.15, 0.7
