@@ -21,12 +21,14 @@ from engine.prefix import PrefixCache
 from scheduler.lane import Lane
 from scheduler.prefix import Key, Match, Piece, Tier
 from scheduler.request import FinishReason, Request, Sampling
+from tests.engine.grammars import random_chart
 from tests.engine.served import Guest, Leave, Served, StopString, decode, serve
 from tests.engine.shelves import MemorySpill, Shelf
 
 STOPS = frozenset({EOS})
 TRUNK = tuple(random.Random(5).choices(range(256), k=60))
 SAMPLING = st.builds(Sampling, temperature=st.sampled_from([0.0, 0.8]), seed=st.integers(0, 99))
+CONSTRAINTS = st.none() | st.none() | st.builds(random_chart, st.integers(0, 10_000))
 GOES = (
     st.none() | st.none() | st.builds(Leave, st.integers(0, 30)) | st.builds(StopString, st.integers(4, 30), st.just(1))
 )
@@ -49,6 +51,7 @@ def guests(draw: st.DrawFn) -> list[Guest]:
                 draw(st.integers(1, 25)),
                 draw(SAMPLING),
                 STOPS,
+                constraint=draw(CONSTRAINTS),
                 owner=draw(st.sampled_from(["", "", "", "other"])),
                 cache_salt=draw(st.sampled_from(["", "", "", "salt"])),
             ),
