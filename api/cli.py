@@ -115,6 +115,9 @@ def serve(
     prefix_dir: Annotated[
         Path | None, typer.Option(help="Folder of those files; by default `prefix` under PACELINE_HOME.")
     ] = None,
+    prefix_write_rate: Annotated[
+        int, typer.Option(parser=size, metavar="SIZE", help="Bytes a second written to those files; 0: no limit.")
+    ] = "100MB",  # type: ignore[assignment]
     inter_token_seconds: Annotated[
         float, typer.Option(min=0, help="How long prefill may make a round while others decode; 0: no limit.")
     ] = _ENGINE.inter_token_seconds,
@@ -164,7 +167,9 @@ def serve(
                 paced=pace,
                 inter_token_seconds=inter_token_seconds,
                 history_bytes=history_bytes,
-                prefix=PrefixConfig(prefix_ram, prefix_ssd, prefix_dir or default_prefix_folder(backend)),
+                prefix=PrefixConfig(
+                    prefix_ram, prefix_ssd, prefix_dir or default_prefix_folder(backend), prefix_write_rate
+                ),
                 fill_seconds=fill_seconds,
             ),
             grammars=Limits(seconds=grammar_seconds, cache_bytes=grammar_cache_bytes),

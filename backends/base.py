@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from scheduler.cost import RoundShape
 from scheduler.draft import DraftAsk, DraftSource
-from scheduler.prefix import Piece
+from scheduler.pieces import Piece
 from scheduler.round import Drawn, Window
 
 MaskWords = npt.NDArray[np.int32]

@@ -17,7 +17,7 @@ from backends.masks import Allowed, unpack
 from backends.noise import token_hash
 from scheduler.draft import DraftSource
 from scheduler.events import TokenLogprob
-from scheduler.prefix import Piece
+from scheduler.pieces import Piece
 from scheduler.request import Sampling
 from scheduler.round import Drawn, Window
 

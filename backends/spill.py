@@ -18,7 +18,7 @@ from backends.spill_format import Content, DamagedError, make_head
 from backends.spill_scan import Found, Scan, scan
 from backends.spill_worker import Worker
 from backends.spill_writer import Writer
-from scheduler.prefix import Key, Piece
+from scheduler.pieces import Key, Piece
 
 __all__ = ["Content", "Found", "Spill", "SpillStats", "Survey", "clear", "survey", "verify"]
 

@@ -19,7 +19,7 @@ from io import FileIO
 import msgspec
 
 from backends.spill_format import Content, DamagedError, Head, read_data, read_head, write_file
-from scheduler.prefix import Key
+from scheduler.pieces import Key
 
 BLOCK = ".block"
 PARTIAL = ".partial"

@@ -17,7 +17,7 @@ from io import FileIO
 import msgspec
 import numpy as np
 
-from scheduler.prefix import Key, Piece
+from scheduler.pieces import Key, Piece
 
 MAGIC = b"PACELINE"
 VERSION = 1

@@ -6,7 +6,7 @@ import msgspec
 
 from backends.spill_folder import PARTIAL, Folder
 from backends.spill_format import DamagedError
-from scheduler.prefix import Piece
+from scheduler.pieces import Piece
 
 
 class Found(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ from backends.spill_directory import Others
 from backends.spill_folder import Folder, block_name
 from backends.spill_format import Head
 from backends.spill_worker import Pause, Throttle, Worker
-from scheduler.prefix import Key
+from scheduler.pieces import Key
 
 _LOOK_SECONDS = 60.0
 """So often it is looked what other namespaces there are."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgspec
 
 from backends.spill_format import Content
-from scheduler.prefix import Key
+from scheduler.pieces import Key
 from scheduler.request import Request
 
 

@@ -14,7 +14,8 @@ from backends.spill import Spill, SpillStats
 from backends.spill_format import Content
 from engine.messages import Fetched, Message, Spilled
 from scheduler.draft import DraftAsk
-from scheduler.prefix import BLOCK_TOKENS, Key, Piece, PrefixIndex, Room, Tier, TierStats, extended, root_of
+from scheduler.pieces import BLOCK_TOKENS, Chain, Key, Piece, root_of
+from scheduler.prefix import PrefixIndex, Room, Tier, TierStats
 from scheduler.request import Request
 from scheduler.reuse import Reuse
 from scheduler.round import Restore, Store
@@ -103,7 +104,8 @@ class PrefixCache:
             for piece, block in zip(wanted, self._blocks.take(slot, wanted), strict=True):
                 if block is not None:
                     self.keep(piece, block)
-        self.write_behind()
+        if by_slot:
+            self.write_behind()
 
     def keep(self, piece: Piece, block: Block) -> None:
         """Hold a block, if there is room."""
@@ -171,7 +173,7 @@ class PrefixCache:
         """A piece was read: it is a block in RAM now, or it is forgotten with all that hangs under it."""
         block = self._parsed(message.key, message.content)
         if block is None:
-            self._forget((message.key, *self.index.lost(message.key)))
+            self.damaged((message.key,))
         elif self.index.loaded(message.key, block.nbytes):
             self._held[message.key] = block
 
@@ -190,9 +192,11 @@ class PrefixCache:
             return None
 
     def damaged(self, keys: Iterable[Key]) -> None:
-        """These files were found to be no good."""
+        """These files are no good. What lies in RAM too is."""
         for key in keys:
             self._forget(self.index.lost(key))
+            if self._spill is not None:
+                self._spill.remove((key,))
 
     def _forget(self, keys: Sequence[Key]) -> None:
         for key in keys:
@@ -247,8 +251,8 @@ class DraftCompanion:
     def __init__(self, cache: PrefixCache, blocks: Blocks) -> None:
         self._cache = cache
         self._blocks = blocks
-        self._stored: dict[str, list[Key]] = {}
-        """By request: its text's blocks, as far as they were looked at."""
+        self._texts: dict[str, Chain] = {}
+        """By request, as far as they were looked at."""
 
     def expect(self, request: Request) -> None:
         """Read ahead what is on the SSD."""
@@ -276,23 +280,17 @@ class DraftCompanion:
 
     def store(self, slot: int, ask: DraftAsk, held: int) -> None:
         """Copy out each block when it is whole."""
-        keys = self._stored.setdefault(ask.request_id, [])
-        block = self._cache.index.block
-        pieces: list[Piece] = []
-        while (len(keys) + 1) * block <= held:
-            start = len(keys) * block
-            parent = keys[-1] if keys else self._root(ask)
-            keys.append(extended(parent, ask.tokens[start : start + block]))
-            if not self._cache.index.holds(keys[-1], Tier.RAM):
-                pieces.append(Piece(keys[-1], parent, start, start + block))
-        if pieces:
-            for piece, taken in zip(pieces, self._blocks.take(slot, pieces), strict=True):
+        text = self._texts.setdefault(ask.request_id, Chain(self._root(ask), self._cache.index.block))
+        whole = text.grow(ask.tokens, held)
+        wanted = [piece for piece in whole if not self._cache.index.holds(piece.key, Tier.RAM)]
+        if wanted:
+            for piece, taken in zip(wanted, self._blocks.take(slot, wanted), strict=True):
                 if taken is not None:
                     self._cache.keep(piece, taken)
 
     def forget(self, request_id: str) -> None:
         """The lane left. Idempotent."""
-        self._stored.pop(request_id, None)
+        self._texts.pop(request_id, None)
 
     def _root(self, ask: DraftAsk) -> Key:
         return root_of(self._blocks.namespace, ask.owner, ask.cache_salt)

@@ -11,7 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from backends.base import Accompanied, Backend, ModelInfo
 from backends.spill import Spill
@@ -168,9 +169,9 @@ class Engine:
             try:
                 result = call(prefix)
             except Exception as error:  # the named boundary of a caller's question: it is told
-                self._to_event_loop(answer.set_exception, error)
+                self._to_event_loop(partial(_tell, answer, answer.set_exception), error)
             else:
-                self._to_event_loop(answer.set_result, result)
+                self._to_event_loop(partial(_tell, answer, answer.set_result), result)
 
         self._mailbox.send(Task(on_engine_thread))
         return await answer
@@ -266,6 +267,12 @@ class Engine:
     def _on_broken(self, error: BaseException) -> None:
         self._state = EngineState.BROKEN
         self.client.fail_all(f"the engine died: {type(error).__name__}")
+
+
+def _tell(answer: "asyncio.Future[Any]", how: Callable[[T], None], what: T) -> None:
+    """Unless the asker has left."""
+    if not answer.done():
+        how(what)
 
 
 def _now() -> float:

@@ -1,35 +1,24 @@
 """Which prefixes of earlier texts are kept, and where: a tree of blocks by chained hashes, in two tiers of bytes. Pure.
 
-A text is cut into blocks of so many tokens. A block's key is a hash over its namespace and over every token up to its
-end, so that equal prefixes are one block, and a key that is found means that all before it is known too. Where a text
-paused, a checkpoint is kept besides, at any length: it hangs under the last whole block before it and holds what blocks
-do not, which is the tokens behind that block, and of caches that cannot be cut (rings, states) all that there is.
-
 What goes first when a tier is full: never what is pinned or what others hang under; of the rest what saves least, in
 tokens to be computed again for a byte, where what was used long ago counts less (GreedyDual-Size; Cao and Irani 1997,
 "Cost-Aware WWW Proxy Caching Algorithms").
 """
 
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
-from hashlib import blake2b
 from heapq import heapify, heappop, heappush
 
 import msgspec
 
-BLOCK_TOKENS = 64
-"""Tokens of a block."""
-_KEY_BYTES = 16
+from scheduler.pieces import BLOCK_TOKENS, Key, Piece, chain, checkpoint_key
+
 _SEEN = 1 << 16
 """Blocks that are remembered by key alone."""
 _SLACK = 64
 """So many items that are no longer true may lie in a heap besides as many as are."""
-
-Key = bytes
-"""Chained hash of all tokens up to the end of a block or checkpoint; of no tokens at all, a root."""
 
 
 class Tier(IntEnum):
@@ -40,48 +29,6 @@ class Tier(IntEnum):
 
 
 TIERS = tuple(Tier)
-
-
-def root_of(*namespace: str) -> Key:
-    """The key under which all texts of a namespace hang: what may share blocks, and nothing else, has equal parts."""
-    hashed = blake2b(digest_size=_KEY_BYTES)
-    for part in namespace:
-        encoded = part.encode()
-        hashed.update(len(encoded).to_bytes(8, "little") + encoded)
-    return hashed.digest()
-
-
-def extended(key: Key, tokens: Sequence[int]) -> Key:
-    """The key of the block of these tokens behind a block or root."""
-    return blake2b(key + array("I", tokens).tobytes(), digest_size=_KEY_BYTES).digest()
-
-
-def checkpoint_key(parent: Key, tail: Sequence[int]) -> Key:
-    """The key of a checkpoint `tail` behind a block; never that of a block."""
-    return blake2b(parent + array("I", tail).tobytes(), digest_size=_KEY_BYTES, person=b"checkpoint").digest()
-
-
-def chain(root: Key, tokens: Sequence[int], block: int) -> Iterator[Key]:
-    """The keys of all whole blocks of a text."""
-    packed = memoryview(array("I", tokens).tobytes())
-    width = block * array("I").itemsize
-    key = root
-    for end in range(width, len(packed) + 1, width):
-        key = blake2b(key + packed[end - width : end], digest_size=_KEY_BYTES).digest()
-        yield key
-
-
-class Piece(msgspec.Struct, frozen=True):
-    """What is kept of a text under one key."""
-
-    key: Key
-    parent: Key
-    """The block before it; a root, if there is none."""
-    start: int
-    """How much of the text lies before it."""
-    end: int
-    """How much of the text is known with it."""
-    checkpoint: bool = False
 
 
 class Match(msgspec.Struct, frozen=True):

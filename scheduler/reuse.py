@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from scheduler.lane import Lane
-from scheduler.prefix import Key, Match, Piece, PrefixIndex, Tier, checkpoint_key, extended, root_of
+from scheduler.pieces import Chain, Key, Piece, root_of
+from scheduler.prefix import Match, PrefixIndex, Tier
 from scheduler.request import Request
 from scheduler.round import Restore, Store
 
@@ -46,10 +47,9 @@ class Shelf(Protocol):
 class _Account:
     """One lane's dealings. Written by `Reuse`."""
 
-    def __init__(self, root: Key) -> None:
-        self.root = root
-        self.keys: list[Key] = []
-        """Of its whole blocks, as far as they were given."""
+    def __init__(self, text: Chain) -> None:
+        self.text = text
+        """As far as it was given."""
         self.pending: deque[Piece] = deque()
         """What it is still to be given, in order."""
         self.taken: list[Key] = []
@@ -90,7 +90,7 @@ class Reuse:
     def admit(self, lane: Lane, found: Match) -> None:
         """A lane begins, and is to be given what was found of its prompt; give it nothing where that is empty."""
         self.leave(lane.request.request_id)
-        account = self._lanes[lane.request.request_id] = _Account(self.root(lane.request))
+        account = self._lanes[lane.request.request_id] = _Account(Chain(self.root(lane.request), self._index.block))
         keys = [piece.key for piece in found.pieces]
         self._index.pin(keys)
         self._index.use(keys)
@@ -185,35 +185,24 @@ class Reuse:
         account = self._lanes.get(lane.request.request_id)
         if account is None:
             return []
-        block = self._index.block
-        stores: list[Store] = []
-        while (len(account.keys) + 1) * block <= lane.cached:
-            start = len(account.keys) * block
-            parent = account.keys[-1] if account.keys else account.root
-            key = extended(parent, lane.tokens[start : start + block])
-            account.keys.append(key)
-            if not self._index.blocks:
-                self._index.see(key)
-            elif not self._index.holds(key, Tier.RAM):
-                stores.append(self._store(lane, Piece(key, parent, start, start + block)))
-        start = len(account.keys) * block
-        worth = lane.cached > account.had if self._index.checkpoints else lane.cached > start
-        if worth and (leaving or lane.cached in lane.stops):
-            parent = account.keys[-1] if account.keys else account.root
-            key = checkpoint_key(parent, lane.tokens[start : lane.cached])
-            if not self._index.holds(key, Tier.RAM):
-                stores.append(self._store(lane, Piece(key, parent, start, lane.cached, checkpoint=True)))
-        return stores
-
-    def _store(self, lane: Lane, piece: Piece) -> Store:
-        return Store(lane.slot, lane.request.request_id, piece)
+        blocks = account.text.grow(lane.tokens, lane.cached)
+        if not self._index.blocks:
+            for piece in blocks:
+                self._index.see(piece.key)
+            blocks = []
+        paused = leaving or lane.cached in lane.stops
+        had = account.had if self._index.checkpoints else account.text.end
+        if paused and lane.cached > had and lane.cached >= account.text.end:
+            blocks.append(account.text.checkpoint(lane.tokens, lane.cached))
+        kept = [piece for piece in blocks if not self._index.holds(piece.key, Tier.RAM)]
+        return [Store(lane.slot, lane.request.request_id, piece) for piece in kept]
 
     def leave(self, request_id: str) -> None:
         """A lane left: what it was still to be given is given back, and its text is the newest. Idempotent."""
         account = self._lanes.pop(request_id, None)
         if account is not None:
             self._index.unpin([*account.taken, *(piece.key for piece in account.pending)])
-            self._index.use(account.keys)
+            self._index.use(account.text.keys)
 
 
 def _stops(end: int, found: Match) -> set[int]:

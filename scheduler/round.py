@@ -6,7 +6,7 @@ import msgspec
 
 from scheduler.cost import RoundShape
 from scheduler.events import TokenLogprob
-from scheduler.prefix import Piece
+from scheduler.pieces import Piece
 from scheduler.request import Constraint, FinishReason, Sampling
 
 

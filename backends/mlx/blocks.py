@@ -18,7 +18,7 @@ from backends.mlx.caches.recurrent import Row, State
 from backends.mlx.caches.sight import Sight
 from backends.mlx.regroup import Regrouping
 from backends.mlx.verify import LaneStore
-from scheduler.prefix import Piece
+from scheduler.pieces import Piece
 
 
 class _Meta(msgspec.Struct, frozen=True, array_like=True):

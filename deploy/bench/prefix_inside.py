@@ -17,7 +17,8 @@ from engine.loop import Loop
 from engine.messages import Cancel, Message, Submit
 from engine.prefix import PrefixCache
 from scheduler.events import Event, Finished, Tokens
-from scheduler.prefix import BLOCK_TOKENS, Key, Piece, PrefixIndex, extended, root_of
+from scheduler.pieces import BLOCK_TOKENS, Key, Piece, extended, root_of
+from scheduler.prefix import PrefixIndex
 from scheduler.request import Request, Sampling
 from scheduler.round import Restore
 

@@ -16,7 +16,7 @@ from deploy.bench.client import Endpoint, Load, Target
 from deploy.bench.prefix_asking import Answer, ask, token_prompt
 from deploy.bench.report import percentile
 from deploy.bench.texts import ORDINARY, PASSAGES
-from scheduler.prefix import BLOCK_TOKENS
+from scheduler.pieces import BLOCK_TOKENS
 
 CLIENTS, TURNS = 8, 4
 SYSTEM, MESSAGE, ANSWER = 600, 40, 48

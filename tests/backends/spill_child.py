@@ -14,7 +14,7 @@ from hashlib import blake2b, shake_128
 from pathlib import Path
 
 from backends.spill import Spill
-from scheduler.prefix import Key, Piece, root_of
+from scheduler.pieces import Key, Piece, root_of
 
 PATIENCE = 30.0
 META = b"\x00meta\xff"

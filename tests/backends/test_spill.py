@@ -33,7 +33,8 @@ from backends.spill_folder import FAULT_POINTS, block_name, folder_name
 from backends.spill_format import MOST_HEADER_BYTES, VERSION, DamagedError, Head, make_head, read_head
 from backends.spill_scan import Found, parents_first
 from backends.spill_worker import Pause, Throttle, Worker
-from scheduler.prefix import Key, Piece, PrefixIndex, Tier
+from scheduler.pieces import Key, Piece
+from scheduler.prefix import PrefixIndex, Tier
 from tests.backends.spill_child import META, PATIENCE, content, key_of, piece
 
 ROOT = Path(__file__).parents[2]

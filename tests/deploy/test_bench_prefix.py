@@ -40,7 +40,8 @@ from deploy.bench.prefix_traffic import (
 )
 from deploy.bench.report import Spread
 from deploy.bench.servers import ServerError
-from scheduler.prefix import BLOCK_TOKENS, PrefixIndex, root_of
+from scheduler.pieces import BLOCK_TOKENS, root_of
+from scheduler.prefix import PrefixIndex
 from tests.deploy.streams import DONE, HEAD, Speaker, delta, event, speaking
 
 T = TypeVar("T")

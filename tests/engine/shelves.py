@@ -9,7 +9,7 @@ from backends.base import Blocks
 from backends.spill import Content, Found, SpillStats
 from engine.messages import Message
 from engine.prefix import PrefixCache
-from scheduler.prefix import Key, Piece
+from scheduler.pieces import Key, Piece
 
 HEADER = 5
 

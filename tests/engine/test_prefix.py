@@ -6,6 +6,7 @@ import queue
 import random
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -19,8 +20,10 @@ from engine.config import EngineConfig
 from engine.messages import Fetched, Message, Spilled
 from engine.prefix import PrefixCache
 from scheduler.lane import Lane
-from scheduler.prefix import Key, Match, Piece, Tier
+from scheduler.pieces import Chain, Key, Piece
+from scheduler.prefix import Match, Tier
 from scheduler.request import FinishReason, Request, Sampling
+from scheduler.round import Store
 from tests.engine.grammars import random_chart
 from tests.engine.served import Guest, Leave, Served, StopString, decode, serve
 from tests.engine.shelves import MemorySpill, Shelf
@@ -307,3 +310,46 @@ def test_under_churn_neither_memory_nor_files_pass_their_caps(tmp_path: Path) ->
     assert stats.ssd.evictions > 0
     cache.close(5.0)
     assert sum(file.stat().st_size for file in tmp_path.glob("*/*.block")) <= ssd
+
+
+def test_a_read_that_failed_takes_nothing_from_memory_that_came_meanwhile() -> None:
+    lanes = {0: FakeLane()}
+    for token in TRUNK:
+        lanes[0].feed(token)
+    letters: list[Message] = []
+    disk = MemorySpill({})
+    cache = PrefixCache(FakeBlocks(lanes, checkpoints=False), 10**6, disk, 10**6, letters.append, block=8)
+    (piece, *_) = Chain(cache.reuse.root(Request("r", TRUNK, 1)), 8).grow(TRUNK, 8)
+    cache.store([Store(0, "r", piece)])
+    disk.close(1.0)
+    cache.receive(letters.pop())
+    cache.index._remove(cache.index._entries[piece.key], Tier.RAM)
+    cache._held.clear()
+    assert cache.fetch(piece.key)
+    cache.damaged([piece.key])
+    cache.store([Store(0, "r", piece)])
+    cache.receive(Fetched(piece.key, None))
+    assert cache.index.holds(piece.key, Tier.RAM)
+    assert cache.held(piece.key) is not None
+
+
+@pytest.mark.parametrize(("length", "most"), [(300, 1), (3000, 7), (9000, 9), (100_000, 9)])
+def test_a_long_prompt_pauses_often_enough_and_not_too_often(length: int, most: int) -> None:
+    cache = PrefixCache(FakeBlocks({}, checkpoints=True), 10**6, None, 0, lambda _: None)
+    lane = Lane(Request("r", tuple(range(length)), 1), 0, submitted=0.0, admitted=0.0)
+    cache.reuse.admit(lane, Match())
+    pauses = sorted({0, *lane.stops})
+    assert max(lane.stops) == length - 1
+    assert len(lane.stops) <= most
+    assert max(b - a for a, b in pairwise(pauses)) <= max(512, -(-length // 512 // 8) * 512 + 512)
+
+
+def test_a_stop_string_within_a_block_leaves_no_piece_that_ends_before_it_begins() -> None:
+    cache = PrefixCache(FakeBlocks({}, checkpoints=True), 10**6, None, 0, lambda _: None, block=8)
+    lane = Lane(Request("r", TRUNK[:10], 9), 0, submitted=0.0, admitted=0.0)
+    cache.reuse.admit(lane, Match())
+    lane.tokens += TRUNK[10:20]
+    lane.cached = 19
+    cache.reuse.stores(lane)
+    lane.cut(3)
+    assert cache.reuse.stores(lane, leaving=True) == []

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
-from scheduler.prefix import Key, Piece, PrefixIndex, Tier, chain, checkpoint_key, root_of
+from scheduler.pieces import Key, Piece, chain, checkpoint_key, root_of
+from scheduler.prefix import PrefixIndex, Tier
 
 BLOCK = 4
 ROOT = root_of("model", "owner", "salt")

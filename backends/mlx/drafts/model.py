@@ -20,7 +20,7 @@ from backends.mlx.rows import SampledRow
 from backends.mlx.sampler import DrawnRows, draw
 from backends.mlx.verify import Draws, Forward
 from scheduler.draft import Draft, DraftAsk
-from scheduler.prefix import BLOCK_TOKENS
+from scheduler.pieces import BLOCK_TOKENS
 from scheduler.round import History, Window
 
 CATCH_UP_ROWS = 256

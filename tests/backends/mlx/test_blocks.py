@@ -17,7 +17,7 @@ from backends.mlx.build import build_forward
 from backends.mlx.verify import Forward
 from engine.config import EngineConfig
 from engine.prefix import PrefixCache
-from scheduler.prefix import Piece, chain, checkpoint_key
+from scheduler.pieces import Piece, chain, checkpoint_key
 from scheduler.request import Request, Sampling
 from tests.backends.mlx.architectures import VOCABULARY, tiny_model
 from tests.backends.mlx.serving import Agreement, OracleDrafts, greedy, prompt_of, serve, solo, submissions
