@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from scheduler.admission import LaneMemory
 from scheduler.cost import RoundShape
 from scheduler.draft import DraftAsk, DraftSource
 from scheduler.pieces import Piece
@@ -41,6 +42,32 @@ class KVQuantization(msgspec.Struct, frozen=True):
             raise ValueError("quantization cannot start before the first position")
 
 
+class Budget(msgspec.Struct, frozen=True):
+    """What the process may hold in memory, in bytes, and how much of that is spoken for from the start."""
+
+    total: int
+    weights: int
+    """The model's, and a draft model's."""
+    scratch: int
+    """What a forward takes while it runs, and what buffers that grow hold twice."""
+
+    @property
+    def pool(self) -> int:
+        """What is left for lanes and prefix blocks."""
+        return self.total - self.weights - self.scratch
+
+
+class MemoryUse(msgspec.Struct, frozen=True):
+    """What is held in memory now, in bytes, as the device's allocator measures it."""
+
+    active: int
+    """In arrays: weights, lanes, prefix blocks and what a forward takes."""
+    peak: int
+    """The most that `active` ever was."""
+    buffer_cache: int
+    """Freed, and kept by the allocator for what comes next."""
+
+
 class ModelInfo(msgspec.Struct, frozen=True):
     """What the outside may know of a loaded model."""
 
@@ -65,6 +92,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Whether a forward can be started while another one is under way, without waiting for that."""
     timed_rounds: tuple[tuple[RoundShape, float], ...] = ()
     """What some rounds cost at load, in seconds; the planner starts from them."""
+    budget: Budget | None = None
+    """None where nothing is bounded. One lane of `context_length` fits into its pool in any case."""
 
 
 class Masks(Protocol):
@@ -174,6 +203,19 @@ class Backend(Protocol):
     @property
     def blocks(self) -> Blocks | None:
         """Its lanes' caches in pieces; None if it has none to give."""
+        ...
+
+    @property
+    def memory(self) -> LaneMemory:
+        """What its lanes take, a draft model's included."""
+        ...
+
+    def use(self) -> MemoryUse | None:
+        """What is held now; None where nothing is measured."""
+        ...
+
+    def rest(self) -> None:
+        """Nothing runs from now until the next `verify`: give back what is only held to be fast."""
         ...
 
     @property

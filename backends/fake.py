@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from backends import reference
-from backends.base import Block, Blocks, Flight, Masks, MaskWords, ModelInfo
+from backends.base import Block, Blocks, Budget, Flight, Masks, MaskWords, MemoryUse, ModelInfo
+from backends.groups import LaneGroups, longest_lane
 from backends.masks import Allowed, unpack
 from backends.noise import token_hash
 from scheduler.draft import DraftSource
@@ -40,6 +41,8 @@ class FakeRow(msgspec.Struct, frozen=True):
     history: tuple[int, ...]
     """What penalties count; empty if nothing does."""
     prompt: int
+    spoiled: bool = False
+    """Its logits came out as NaN, whatever `logits` says; nothing can be drawn from it."""
 
     def logits(self) -> npt.NDArray[np.float32]:
         """Float32 `[257]`, `greedy` the largest."""
@@ -88,6 +91,8 @@ class FakeFlight:
 
 
 def _drawn(rows: Sequence[FakeRow], words: MaskWords | None) -> Drawn:
+    if any(row.spoiled for row in rows):
+        return Drawn((EOS,) * len(rows), error="the model's logits are no finite numbers")
     masks = [None] * len(rows) if words is None else unpack(words, len(_VOCAB))
     draws = [row.draw(allowed) for row, allowed in zip(rows, masks, strict=True)]
     logprobs = tuple(logprob for _, logprob in draws if logprob is not None)
@@ -152,6 +157,47 @@ class FakeBlock:
             lane.states.append(state)
 
 
+class FakeMemory:
+    """Implements `scheduler.admission.LaneMemory` for lanes that would lie in buffers: `token_bytes` for each place of
+    a row. Written by `FakeBackend` and `FakeBlocks`, and by whoever sets its limit.
+    """
+
+    def __init__(self, token_bytes: int = _PAIR.size, most: int | None = None) -> None:
+        """`most` is the limit until another one is set; None for none."""
+        self._groups = LaneGroups(row_bytes=lambda capacity: capacity * token_bytes)
+        self._most = most
+        if most is not None:
+            self._groups.limit(most)
+
+    @property
+    def held(self) -> int:
+        """Bytes of all rows."""
+        return self._groups.held
+
+    def needed(self, lengths: Mapping[int, int]) -> int:
+        """Bytes of as many rows as lanes of these lengths need."""
+        return self._groups.needed(lengths)
+
+    def limit(self, most: int) -> None:
+        """Give back spare rows beyond it, and take none."""
+        self._most = most
+        self._groups.limit(most)
+
+    def place(self, needs: Mapping[int, tuple[int, int]]) -> None:
+        """Seat lanes as `LaneGroups` does. Raises ValueError if they take more than the limit."""
+        self._groups.place(needs)
+        if self._most is not None and self.held > self._most:
+            raise ValueError(f"lanes take {self.held} bytes of {self._most}")
+
+    def leave(self, slot: int) -> None:
+        """A lane is gone. Idempotent."""
+        self._groups.leave(slot)
+
+    def clear(self) -> None:
+        """All lanes are gone."""
+        self._groups.clear()
+
+
 class FakeBlocks:
     """Implements `backends.base.Blocks`. With `checkpoints`, a checkpoint holds all states up to its end, and other
     blocks only stand for it.
@@ -160,9 +206,11 @@ class FakeBlocks:
     namespace = "fake"
     blocks = True
 
-    def __init__(self, lanes: dict[int, FakeLane], *, checkpoints: bool) -> None:
+    def __init__(self, lanes: dict[int, FakeLane], *, checkpoints: bool, memory: FakeMemory | None = None) -> None:
+        """`memory` counts what lanes take, if anybody does."""
         self.checkpoints = checkpoints
         self._lanes = lanes
+        self._memory = memory
 
     def take(self, slot: int, pieces: Sequence[Piece]) -> list[Block | None]:
         """Copy pieces out of a slot."""
@@ -175,8 +223,11 @@ class FakeBlocks:
         """From where on a piece holds something."""
         return 0 if self.checkpoints and piece.checkpoint else piece.start
 
-    def put(self, slot: int, reach: int, pieces: Sequence[tuple[Piece, Block]]) -> None:  # noqa: ARG002 (capacity is nothing here)
+    def put(self, slot: int, reach: int, pieces: Sequence[tuple[Piece, Block]]) -> None:
         """Copy pieces into a slot."""
+        if self._memory is not None:
+            first, last = pieces[0][0], pieces[-1][0]
+            self._memory.place({slot: (max(reach, last.end), first.start)})
         for piece, block in pieces:
             assert isinstance(block, FakeBlock), "a block of another backend"
             if self._start(piece) == 0:
@@ -198,26 +249,49 @@ class FakeBlocks:
 class FakeBackend:
     """Implements `backends.base.Backend` over a byte-level vocabulary."""
 
-    def __init__(self, context_length: int = 8192, *, cuttable: bool = True) -> None:
-        """`cuttable`: False for a model whose lanes cannot be had at any length but where they stand."""
+    def __init__(
+        self,
+        context_length: int = 8192,
+        *,
+        cuttable: bool = True,
+        budget: Budget | None = None,
+        token_bytes: int = _PAIR.size,
+    ) -> None:
+        """`cuttable`: False for a model whose lanes cannot be had at any length but where they stand.
+
+        Lanes take `token_bytes` for each position of their classes, and never more than the `budget`, nor than the
+        limit that `memory` was set. A context that would take more is cut to one that does not. Raises ValueError if
+        there is none.
+        """
+        self.memory = FakeMemory(token_bytes, None if budget is None else budget.pool)
+        longest = longest_lane(
+            context_length, lambda length: budget is None or self.memory.needed({0: length}) <= budget.pool
+        )
+        if longest is None:
+            raise ValueError("not even the shortest lane fits into the budget")
         self.info = ModelInfo(
             name="fake",
             folder=None,
             vocab_size=len(_VOCAB),
-            context_length=context_length,
+            context_length=longest,
             eos_tokens=frozenset({EOS}),
             defaults={},
             device="fake",
             parameter_bytes=0,
             cuttable=cuttable,
+            budget=budget,
         )
         self.drafters: Sequence[DraftSource] = ()
         self.lanes: dict[int, FakeLane] = {}
         """What each open slot holds."""
-        self.blocks: Blocks | None = FakeBlocks(self.lanes, checkpoints=not cuttable)
+        self._spoiled: set[int] = set()
+        self.blocks: Blocks | None = FakeBlocks(self.lanes, checkpoints=not cuttable, memory=self.memory)
 
     def verify(self, windows: Sequence[Window], after: Flight | None = None, masks: Masks | None = None) -> FakeFlight:
-        """Feed every window; its sampled rows are drawn from when the flight is read."""
+        """Feed every window; its sampled rows are drawn from when the flight is read. Raises ValueError if the lanes
+        take more memory than they may.
+        """
+        self.memory.place({window.slot: (max(window.end, window.reach), window.start) for window in windows})
         rows = []
         for window in windows:
             tokens = window.tokens
@@ -225,6 +299,7 @@ class FakeBackend:
                 assert isinstance(after, FakeFlight), "a carried window feeds on the flight before"
                 tokens = (after.newest(window.slot),)
             rows.append(self._feed(window, tokens))
+        self._spoiled.clear()
         return FakeFlight(windows, rows, masks)
 
     def _feed(self, window: Window, tokens: tuple[int, ...]) -> list[FakeRow]:
@@ -252,7 +327,8 @@ class FakeBackend:
             history, prompt = (*window.history.tokens, *window.draft[:drafted]), window.history.prompt
         state = lane.states[-1]
         greedy = self.greedy(lane.tokens, state)
-        return FakeRow(greedy, state, window.sampling, len(lane.tokens), history, prompt)
+        spoiled = window.slot in self._spoiled
+        return FakeRow(greedy, state, window.sampling, len(lane.tokens), history, prompt, spoiled)
 
     def greedy(self, tokens: Sequence[int], state: int) -> int:
         """The likeliest token after `tokens`, whose chained hash is `state`; tests may speak otherwise."""
@@ -262,6 +338,10 @@ class FakeBackend:
             return _ALPHABET[(state >> 20) % len(_ALPHABET)]
         return _ALPHABET[(tokens[-1] * 31 + tokens[-2] * 17) % len(_ALPHABET)]
 
+    def spoil(self, slot: int) -> None:
+        """Make the slot's logits in the next forward NaN: see `backends.faults`."""
+        self._spoiled.add(slot)
+
     def keep(self, kept: Mapping[int, int]) -> dict[int, int]:
         """Nothing needs to be cut before the next window overwrites it."""
         return dict(kept)
@@ -269,7 +349,16 @@ class FakeBackend:
     def release(self, slot: int) -> None:
         """Drop the slot's lane."""
         self.lanes.pop(slot, None)
+        self.memory.leave(slot)
 
     def reset(self) -> None:
         """Drop all lanes."""
         self.lanes.clear()
+        self.memory.clear()
+
+    def use(self) -> MemoryUse | None:
+        """Nothing is measured."""
+        return None
+
+    def rest(self) -> None:
+        """Nothing is held to be fast."""

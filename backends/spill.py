@@ -72,8 +72,10 @@ class Spill:
         `queue_bytes`: what may wait to be written. `bytes_per_second`: 0 for no limit. `retry_seconds`: for so long
         nothing is written after an error, twice as long after the next one. `warn`: told once why all is only read;
         and, from the writer's thread, whenever a time begins in which nothing can be written. `faults`: see
-        `spill_folder.FAULT_POINTS`; what it raises, the disk did. `clock`: in seconds.
+        `spill_folder.FAULT_POINTS`, and `read` before a piece is read; what it raises, the disk did. `clock`: in
+        seconds.
         """
+        self._faults = faults
         self._namespace = namespace
         self._read_pieces = self._read_bytes = 0
         self._refused = 0
@@ -176,6 +178,7 @@ class Spill:
         content: Content | None = None
         try:
             if self._folder is not None:
+                self._faults("read")
                 content = self._folder.read(block_name(key))
                 self._read_pieces += 1
                 self._read_bytes += content.data.nbytes

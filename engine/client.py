@@ -25,7 +25,7 @@ class Generation:
     handler that iterates, both on the event loop.
     """
 
-    __slots__ = ("_client", "_events", "_finished", "_unbroken", "_waiter", "request")
+    __slots__ = ("_client", "_events", "_finished", "_unbroken", "_waiter", "request", "told")
 
     def __init__(self, client: "EngineClient", request: Request) -> None:
         self.request = request
@@ -35,6 +35,8 @@ class Generation:
         self._finished = False
         self._unbroken = 0
         """Events handed out since the handler last let others run."""
+        self.told = 0
+        """Tokens that came from the engine."""
 
     def __enter__(self) -> "Generation":
         return self
@@ -71,7 +73,10 @@ class Generation:
 
     def put(self, event: Event) -> None:
         """Append an event (called by `EngineClient` on the event loop)."""
-        self._finished = self._finished or isinstance(event, Finished)
+        if isinstance(event, Tokens):
+            self.told += len(event.tokens)
+        else:
+            self._finished = True
         self._events.append(event)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -86,6 +91,8 @@ class EngineClient:
     def __init__(self, send: Callable[[Message], None]) -> None:
         self.send = send
         self._open: dict[str, Generation] = {}
+        self._failure: str | None = None
+        """Why the engine answers no more."""
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -94,12 +101,17 @@ class EngineClient:
         return len(self._open)
 
     def submit(self, request: Request) -> Generation:
-        """Put a request in the engine's mailbox. Raises ValueError if its id is already being served."""
+        """Put a request in the engine's mailbox; where nobody reads that any more, it has ended at once. Raises
+        ValueError if its id is already being served.
+        """
         if request.request_id in self._open:
             raise ValueError(f"request id {request.request_id!r} is already being served")
         generation = self._open[request.request_id] = Generation(self, request)
         self._empty.clear()
-        self.send(Submit(request))
+        if self._failure is None:
+            self.send(Submit(request))
+        else:
+            self.fail_all(self._failure)
         return generation
 
     def leave(self, generation: Generation) -> None:
@@ -119,10 +131,11 @@ class EngineClient:
             self.send(Cancel(request_id))
 
     def fail_all(self, error: str) -> None:
-        """The engine can no longer answer: end every open request here."""
+        """The engine can no longer answer: end every open request here, and all that come."""
+        self._failure = error
         now = time.monotonic()
         for generation in tuple(self._open.values()):
-            usage = Usage(len(generation.request.prompt), 0)
+            usage = Usage(len(generation.request.prompt), generation.told)
             timing = Timing(now, None, None, now)
             self.deliver([Finished(generation.request.request_id, FinishReason.ERROR, usage, timing, error)])
 

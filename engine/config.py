@@ -34,8 +34,8 @@ class EngineConfig(msgspec.Struct, frozen=True):
     """The most tokens drafted for a lane in a round; 0 turns drafting off. How many pay is found out round by round."""
     paced: bool = True
     """Whether only drafts that pay are verified; else all that there are, for measurements."""
-    inter_token_seconds: float = 0.25
-    """How long a round may take while others decode, as far as prefill rows make it long; 0 for any time."""
+    itl_target: float = 0.25
+    """How long a round may take while others decode, as far as prefill makes it long, in seconds; 0 for any time."""
     history_bytes: int = 64 << 20
     """How much memory the texts may take that later requests' drafts are made of; 0 for none."""
     prefix: PrefixConfig = PrefixConfig()
@@ -49,8 +49,8 @@ class EngineConfig(msgspec.Struct, frozen=True):
             raise ValueError("round_rows must be greater than max_lanes")
         if not 0 <= self.draft_tokens <= MOST_DRAFT_TOKENS:
             raise ValueError(f"draft_tokens must be from 0 to {MOST_DRAFT_TOKENS}")
-        if self.inter_token_seconds < 0:
-            raise ValueError("inter_token_seconds must not be negative")
+        if self.itl_target < 0:
+            raise ValueError("itl_target must not be negative")
         if self.history_bytes < 0:
             raise ValueError("history_bytes must not be negative")
         if self.fill_seconds <= 0:

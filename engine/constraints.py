@@ -142,6 +142,8 @@ class Constraints:
         self._words = math.ceil(vocabulary / 32)
         self._seconds = seconds
         self._lanes: dict[str, LaneGrammar] = {}
+        self._filling: Working | None = None
+        """What fills the newest masks."""
 
     def open(self, windows: Sequence[Window]) -> None:
         """Take up every newcomer among the constrained lanes."""
@@ -181,7 +183,13 @@ class Constraints:
         works = [
             LaneWork(lane, partial(lane.fill, windows[index].draft, rows)) for index, (lane, rows) in words.items()
         ]
-        return FillingMasks(Working(works, self._seconds), words)
+        self._filling = Working(works, self._seconds)
+        return FillingMasks(self._filling, words)
+
+    def settle(self) -> None:
+        """Wait for masks that nobody will ask for: a matcher is not asked anything while it is walked for them."""
+        if self._filling is not None:
+            self._filling.wait()
 
     def advance(self, walks: Mapping[str, Acceptance]) -> dict[str, Acceptance]:
         """Move the lanes' matchers over what their walks emitted; the walks, cut where a grammar ends. Free lanes are

@@ -52,9 +52,17 @@ class Ladder:
                 yield Guess(source.name, ask.request_id, usable)
 
     def forget(self, request_id: str) -> None:
-        """The lane left. A source that cannot even forget it is no reason to fail."""
+        """The lane left."""
         self._failed.pop(request_id, None)
-        for source in self._sources:
+        self._forget(request_id, self._sources)
+
+    def pause(self, request_id: str) -> None:
+        """The lane left to make room, and comes back: only sources that have caches of their own need to forget it."""
+        self._forget(request_id, self.costly)
+
+    def _forget(self, request_id: str, sources: Sequence[DraftSource]) -> None:
+        """A source that cannot even forget a lane is no reason to fail."""
+        for source in sources:
             try:
                 source.forget(request_id)
             except Exception:  # the named boundary of a draft source

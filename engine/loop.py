@@ -12,6 +12,7 @@ from engine.constraints import Constraints, ForcedText
 from engine.executor import Executor, FlyingRound
 from engine.messages import Cancel, Finish, Message, Submit, Task
 from engine.prefix import PrefixCache
+from scheduler.admission import Pool, Room
 from scheduler.draft import DraftSource
 from scheduler.events import Event
 from scheduler.pace import Headlong, Pace, Planner
@@ -43,12 +44,12 @@ class Loop:
             max_lanes=config.max_lanes,
             round_rows=config.round_rows,
             draft_tokens=config.draft_tokens,
-            inter_token_seconds=config.inter_token_seconds,
+            itl_target=config.itl_target,
             cuttable=backend.info.cuttable,
             pipelines=backend.info.pipelines,
         )
         pace = pace or (_pace(backend.info) if config.paced else Headlong())
-        self._scheduler = Scheduler(limits, pace, prefix.reuse if prefix is not None else None)
+        self._scheduler = Scheduler(limits, pace, prefix.reuse if prefix is not None else None, _room(backend, prefix))
         constraints = Constraints(backend.info.vocab_size, config.fill_seconds)
         forced = [ForcedText(constraints)] if config.draft_tokens else []
         drafters = backend.drafters if config.draft_tokens else ()
@@ -78,9 +79,11 @@ class Loop:
         Cancels are seen before the round is launched and again before anything of it is delivered.
         """
         events = self._read_mail()
+        events += self._scheduler.expire(self._clock())
         self._executor.dismiss_departed()  # before a newcomer can be given a slot that a cancel has just freed
         flying, self._ahead = self._ahead, None
         planned = flying.round if flying else self._scheduler.plan(self._clock())
+        self._executor.dismiss_departed()  # those that had to make room
         self.waiting = planned is None and not self.idle
         if planned is None:
             self._landed = None
@@ -100,7 +103,7 @@ class Loop:
             self._time(flying)
             events += self._read_mail()
             results = self._executor.land(flying, drawn)
-        except Exception as error:  # the named boundary of a failed forward: its lanes end, the engine goes on
+        except Exception as error:  # the named boundary of a failed forward: who is guilty ends, the others go on
             return events + self._fail(planned, error)  # the round ahead holds no lane that this one lacks
         events += self._scheduler.commit(results, self._clock())
         self._executor.dismiss_departed()
@@ -118,15 +121,16 @@ class Loop:
         self._landed = now
 
     def _fail(self, lost: Round, error: Exception) -> list[Event]:
-        _log.exception("a round's forward failed")
+        """All caches are lost. Raises BrokenBackendError if the backend can compute nothing any more."""
+        _log.error("a round's forward failed", exc_info=error)
         self._ahead, self._landed = None, None
-        request_ids = [window.request_id for window in lost.windows]
         message = f"the model's forward failed: {type(error).__name__}"
         events = self._read_mail()  # a cancel that came during the forward outranks its failure
-        events += self._scheduler.fail(request_ids, message, self._clock())
+        events += self._scheduler.fail(lost, message, self._clock())
         self._scheduler.stores()  # nothing of what the caches hold is to be kept
         self._backend.reset()
         self._executor.dismiss_departed()
+        self._executor.probe()
         return events
 
     def _read_mail(self) -> list[Event]:
@@ -147,6 +151,16 @@ class Loop:
             elif self._prefix is not None:
                 self._prefix.receive(message)
         return events
+
+
+def _room(backend: Backend, prefix: PrefixCache | None) -> Room | None:
+    """What lanes and prefix blocks share; None where nothing is bounded."""
+    budget = backend.info.budget
+    if budget is None:
+        return None
+    if prefix is None:
+        return Pool(budget.pool, backend.memory)
+    return Pool(budget.pool, backend.memory, prefix.reuse, prefix.ram_bytes)
 
 
 def _pace(info: ModelInfo) -> Pace:

@@ -20,6 +20,8 @@ from scheduler.request import Request
 from scheduler.reuse import Reuse
 from scheduler.round import Restore, Store
 
+_TAKEN = 16
+"""Pieces that are copied out of a lane at once, before it is known whether there is room for them."""
 _COPIED_BYTES = 64 << 20
 """What a draft model's lane is given at once, at most."""
 
@@ -63,6 +65,8 @@ class PrefixCache:
         """What is being read, and whose it is."""
         self._companions: list[DraftCompanion] = []
         self._restored_tokens = 0
+        self.ram_bytes = ram_bytes
+        """What blocks may take in memory where there is plenty."""
         if spill is not None:
             spill.remove([each.piece.key for each in spill.found if not self.index.found(each.piece, each.size)])
             spill.remove(self.index.trim())
@@ -86,11 +90,10 @@ class PrefixCache:
                 self._spill.touch([piece.key for piece in restore.pieces])
         return size
 
-    def forget(self, restores: Iterable[Restore]) -> None:
-        """Pieces could not be copied: they are no good."""
-        for restore in restores:
-            for piece in restore.pieces:
-                self._forget(self.index.forget(piece.key))
+    def forget(self, keys: Iterable[Key]) -> None:
+        """Pieces are no good, wherever they lie, nor is what hangs under them."""
+        for key in keys:
+            self._forget(self.index.forget(key))
 
     # ---- from lanes -------------------------------------------------------------------------------------------------
 
@@ -100,26 +103,38 @@ class PrefixCache:
         for store in stores:
             by_slot.setdefault(store.slot, []).append(store.piece)
         for slot, pieces in by_slot.items():
-            wanted = [piece for piece in pieces if not self.index.holds(piece.key, Tier.RAM)]
-            for piece, block in zip(wanted, self._blocks.take(slot, wanted), strict=True):
-                if block is not None:
-                    self.keep(piece, block)
+            self._store_of(slot, [piece for piece in pieces if not self.index.holds(piece.key, Tier.RAM)])
         if by_slot:
             self.write_behind()
 
-    def keep(self, piece: Piece, block: Block) -> None:
-        """Hold a block, if there is room."""
+    def _store_of(self, slot: int, wanted: Sequence[Piece]) -> None:
+        """A few at a time: where there is no room for some, there is none for what hangs under them."""
+        for first in range(0, len(wanted), _TAKEN):
+            some = wanted[first : first + _TAKEN]
+            taken = zip(some, self._blocks.take(slot, some), strict=True)
+            if not all(self.keep(piece, block) for piece, block in taken if block is not None):
+                return
+
+    def keep(self, piece: Piece, block: Block) -> bool:
+        """Hold a block; False if there is no room."""
         room = self.index.insert(piece, block.nbytes)
         self._drop(room)
         if room.granted:
             self._held[piece.key] = block
             if self._spill is not None and not self.index.holds(piece.key, Tier.SSD):
                 self._unspilled[piece.key] = None
+        return room.granted
 
     def _drop(self, room: Room) -> None:
         for key in room.gone:
             self._held.pop(key, None)
             self._unspilled.pop(key, None)
+
+    def limit(self, most: int) -> None:
+        """What the blocks in RAM may take from now on; what is too much goes, all but what is in use."""
+        gone, forgotten = self.index.limit(most)
+        self._drop(Room(True, gone))
+        self._forget(forgotten)
 
     # ---- to the SSD and back ----------------------------------------------------------------------------------------
 

@@ -15,10 +15,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from backends.base import Accompanied, Backend, ModelInfo
+from backends.faults import disk_faults
 from backends.spill import Spill
 from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.loop import Loop
+from engine.memory import MemoryReport, report
 from engine.messages import Message, Task
 from engine.prefix import PrefixCache, PrefixStats
 from scheduler.draft import DraftSource
@@ -32,6 +34,8 @@ _log = logging.getLogger("paceline.engine")
 
 T = TypeVar("T")
 
+_BEAT_SECONDS = 1.0
+"""How often an idle engine says that it is alive."""
 _WAITING_SECONDS = 0.5
 """How often lanes that wait for a read are looked at without news."""
 _CANCEL_SECONDS = 5.0
@@ -101,12 +105,23 @@ class Engine:
         self._info: ModelInfo | None = None
         self._prefix: PrefixCache | None = None
         self._prefix_stats: PrefixStats | None = None
+        self._beat: float | None = None
+        self._memory: MemoryReport | None = None
+        self._asked: set[asyncio.Future[Any]] = set()
+        """Questions to the prefix cache that the engine has not answered."""
         self.client = EngineClient(self._mailbox.send)
 
     @property
     def state(self) -> EngineState:
         """Where the engine stands now."""
         return self._state
+
+    @property
+    def beat(self) -> float | None:
+        """When the engine thread was last between two rounds, or idle, by `time.monotonic`; None until it serves. An
+        engine that serves and whose last beat is long ago is stuck in a forward.
+        """
+        return self._beat
 
     @property
     def info(self) -> ModelInfo | None:
@@ -122,6 +137,11 @@ class Engine:
     def prefix_stats(self) -> PrefixStats | None:
         """The prefix cache's newest account; None if there is none."""
         return self._prefix_stats
+
+    @property
+    def memory(self) -> MemoryReport | None:
+        """What memory is spent on; None until the model is loaded."""
+        return self._memory
 
     def start(self) -> None:
         """Begin loading. Call once, on the event loop that will use the client."""
@@ -145,6 +165,11 @@ class Engine:
                     await self.client.emptied()
             self.client.cancel_all()
 
+    def give_up(self, reason: str) -> None:
+        """It serves no more, whatever its thread is at: every open request ends with an error."""
+        self._state = EngineState.BROKEN
+        self._fail_all(reason)
+
     async def stop(self) -> None:
         """End the thread after the round that it is in, and wait for it; a load under way is left behind. What is still
         open ends with an error. Idempotent.
@@ -154,7 +179,13 @@ class Engine:
             await asyncio.to_thread(self._thread.join)
         if self._state is not EngineState.BROKEN:
             self._state = EngineState.STOPPED
-        self.client.fail_all("the engine was stopped")
+        self._fail_all("the engine was stopped")
+
+    def _fail_all(self, reason: str) -> None:
+        """Nobody waits for an engine that answers no more."""
+        self.client.fail_all(reason)
+        for answer in tuple(self._asked):
+            _tell(answer, answer.set_exception, LookupError(reason))
 
     async def ask_prefix(self, call: Callable[[PrefixCache], T]) -> T:
         """Call it on the engine thread, between two rounds. Raises LookupError where there is no prefix cache, and
@@ -173,6 +204,8 @@ class Engine:
             else:
                 self._to_event_loop(partial(_tell, answer, answer.set_result), result)
 
+        self._asked.add(answer)
+        answer.add_done_callback(self._asked.discard)
         self._mailbox.send(Task(on_engine_thread))
         return await answer
 
@@ -187,16 +220,18 @@ class Engine:
         self._to_event_loop(self._on_loaded, backend.info)
         try:
             self._prefix = self._open_prefix(backend)
-            self._serve(
-                Loop(
-                    backend,
-                    self._config,
-                    sources=self._sources(),
-                    mailbox=self._mailbox.take,
-                    clock=_now,
-                    prefix=self._prefix,
-                )
+            loop = Loop(
+                backend,
+                self._config,
+                sources=self._sources(),
+                mailbox=self._mailbox.take,
+                clock=_now,
+                prefix=self._prefix,
             )
+            try:
+                self._serve(loop, backend)
+            finally:
+                backend.rest()
             if self._prefix is not None:
                 self._prefix.close(_FLUSH_SECONDS)
         except BaseException as error:  # the named boundary of the engine thread: every client is told
@@ -218,6 +253,7 @@ class Engine:
                     queue_bytes=min(_QUEUE_BYTES, config.ram_bytes // 4),  # what waits cannot go from memory
                     bytes_per_second=config.write_bytes_per_second,
                     warn=_log.warning,
+                    faults=disk_faults(backend),
                 )
             except OSError as error:
                 _log.warning("no prefix cache on the SSD: %s", error)
@@ -230,18 +266,25 @@ class Engine:
     def _sources(self) -> Sequence[DraftSource]:
         return (PredictionDrafts(), SuffixDrafts(self._config.history_bytes)) if self._config.draft_tokens else ()
 
-    def _serve(self, loop: Loop) -> None:
+    def _serve(self, loop: Loop, backend: Backend) -> None:
         while not self._mailbox.closed:
+            self._beat = _now()
             events = loop.step()
-            self._stats = loop.stats()
-            if self._prefix is not None:
-                self._prefix_stats = self._prefix.stats()
+            self._publish(loop, backend)
             if events:
                 self._to_event_loop(self.client.deliver, events)
             if loop.idle:
-                self._mailbox.wait()
+                backend.rest()
+                self._mailbox.wait(_BEAT_SECONDS)
             elif loop.waiting:
                 self._mailbox.wait(_WAITING_SECONDS)
+
+    def _publish(self, loop: Loop, backend: Backend) -> None:
+        """Whole snapshots, for any thread to read."""
+        self._stats = loop.stats()
+        self._memory = report(backend, self._prefix)
+        if self._prefix is not None:
+            self._prefix_stats = self._prefix.stats()
 
     def _to_event_loop(self, call: Callable[[T], None], argument: T) -> None:
         assert self._event_loop is not None
@@ -262,11 +305,10 @@ class Engine:
         if self._loaded is not None and not self._loaded.done():
             unraisable = isinstance(error, StopIteration)  # no future can raise that
             self._loaded.set_exception(RuntimeError("loading raised StopIteration") if unraisable else error)
-        self.client.fail_all("the model could not be loaded")
+        self._fail_all("the model could not be loaded")
 
     def _on_broken(self, error: BaseException) -> None:
-        self._state = EngineState.BROKEN
-        self.client.fail_all(f"the engine died: {type(error).__name__}")
+        self.give_up(f"the engine died: {type(error).__name__}")
 
 
 def _tell(answer: "asyncio.Future[Any]", how: Callable[[T], None], what: T) -> None:

@@ -99,12 +99,16 @@ class CostTable:
         price = self.prices(wide=shape.wide)[_index(shape.rows)]
         return (price + self._attention * shape.attention) * self._drift if price else 0.0
 
-    def rows_within(self, seconds: float) -> int:
-        """The most rows of a wide round that takes no longer, attention apart; the largest cell's if none was seen."""
-        prices = self.prices(wide=True)
-        return max(
-            (rows for rows, price in zip(ROWS, prices, strict=True) if price * self._drift <= seconds), default=1
-        )
+    def rows_within(self, seconds: float, beside: RoundShape, start: int) -> int:
+        """How many rows can be added to a round, in a window that begins at `start`, for it to take no longer: as many
+        as make it a full cell. 0 where even one makes it too long, and no end to them if no round was ever timed.
+        """
+        for total, price in zip(reversed(ROWS), reversed(self.prices(wide=True)), strict=True):
+            rows = total - beside.rows
+            attention = beside.attention + rows * (start + rows)
+            if rows > 0 and (price + self._attention * attention) * self._drift <= seconds:
+                return rows
+        return 0
 
     def prices(self, *, wide: bool) -> list[float]:
         """Per cell of `ROWS`, seconds without attention; more rows never cost less. Where no wide round was ever seen,

@@ -32,27 +32,66 @@ class Lane:
         "request",
         "reused",
         "slot",
+        "sparable",
         "stops",
         "tokens",
+        "turn",
     )
 
-    def __init__(self, request: Request, slot: int, *, submitted: float, admitted: float) -> None:
+    slot: int
+    """Its number while it is served; there is none while it waits."""
+    turn: int
+    """How many were admitted before it, the first time that it was; there is none before."""
+
+    def __init__(self, request: Request, *, submitted: float) -> None:
         self.request = request
-        self.slot = slot
         self.tokens = list(request.prompt)
         self.cached = 0
         self.donor: Donor | None = None
         """Whose caches its beginning is copied from, once they hold it."""
         self.reused = 0
         """How much of its prompt was not computed for it."""
+        self.sparable = len(request.prompt)
+        """How much of it may still count as that: what it once computed itself is no gift when it is given it back."""
         self.stops: set[int] = set()
         """Lengths at which its prefill halts, so that its caches can be had as they are there."""
         self.emitted = 0
         """Generated tokens, delivered ones and a final stop token."""
         self._submitted = submitted
-        self._admitted = admitted
+        self._admitted: float | None = None
         self._first_token: float | None = None
         self._drafts: dict[str, DraftCounter] = {}
+
+    def seat(self, slot: int, turn: int, now: float) -> None:
+        """It is served from now on, for the first time or again."""
+        self.slot = slot
+        if self._admitted is None:
+            self._admitted, self.turn = now, turn
+
+    @property
+    def served(self) -> bool:
+        """Whether it ever had a slot."""
+        return self._admitted is not None
+
+    def begin_again(self) -> None:
+        """Its caches are lost, or given up: all of its tokens are to be fed again."""
+        if not self.emitted:
+            if self.cached > self.reused:
+                self.sparable = min(self.sparable, self.reused)
+            self.reused = 0
+        self.cached = 0
+        self.donor = None
+        self.stops.clear()
+
+    def reuse(self, length: int) -> None:
+        """The first tokens need not be computed. A lane that goes on after a pause is spared nothing by that."""
+        self.cached = length
+        if not self.emitted:
+            self.reused = min(length, self.sparable)
+
+    def expired(self, now: float) -> bool:
+        """Whether its time is over."""
+        return self.request.deadline is not None and now >= self.request.deadline
 
     @property
     def remaining(self) -> int:
@@ -114,6 +153,12 @@ class Feed(msgspec.Struct, frozen=True):
     copies: int | None = None
 
     @property
+    def rest(self) -> int:
+        """How many tokens can be fed before the one that heads a decode window, or up to where the lane is to halt."""
+        halts = [stop for stop in self.lane.stops if stop > self.start]
+        return min([len(self.lane.tokens) - 1, *halts]) - self.start
+
+    @property
     def decoding(self) -> bool:
         """Whether only the lane's last token is still to be fed."""
         return self.start == len(self.lane.tokens) - 1
@@ -122,8 +167,7 @@ class Feed(msgspec.Struct, frozen=True):
         """A prefill chunk of at most `rows` tokens, or up to where the lane is to halt; the last token is left to head
         a decode window.
         """
-        halts = [stop for stop in self.lane.stops if stop > self.start]
-        end = min([self.start + rows, len(self.lane.tokens) - 1, *halts])
+        end = self.start + min(rows, self.rest)
         return self._window(tuple(self.lane.tokens[self.start : end]), samples=False)
 
     def window(self, budget: int) -> Window:

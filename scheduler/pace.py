@@ -45,6 +45,10 @@ _MARGIN = 1.02
 """A draft must promise so much more than a plain round: estimates err, and plain rounds pipeline."""
 
 
+_STRETCH = 1.5
+"""How much longer a chunk may make a round that takes too long by itself."""
+
+
 class Planner(Protocol):
     """Decides what is drafted. Implemented by `Pace`."""
 
@@ -70,8 +74,10 @@ class Planner(Protocol):
         """Asking it took so long."""
         ...
 
-    def rows_within(self, seconds: float) -> int:
-        """The most rows of a round that takes no longer than this."""
+    def rows_within(self, seconds: float, beside: RoundShape, start: int) -> int:
+        """The most rows of a chunk, whose lane's caches hold `start` tokens, that can be added to a round of the shape
+        `beside` for it to take no longer than this; 0 if there is no room for one.
+        """
         ...
 
     def observe(self, lane: LaneOffers, came: Sequence[int]) -> None:
@@ -172,9 +178,11 @@ class Pace:
                 most, best = speed, depth
         return best
 
-    def rows_within(self, seconds: float) -> int:
-        """By the price of wide rounds without attention; all rows before any round was timed."""
-        return self.costs.rows_within(seconds)
+    def rows_within(self, seconds: float, beside: RoundShape, start: int) -> int:
+        """By what rounds cost; as many as there may be before any was timed. Where the round is long without a chunk
+        already, it may become half as long again: a prompt must not be read for ever.
+        """
+        return self.costs.rows_within(max(seconds, _STRETCH * self.costs.seconds(beside)), beside, start)
 
     def _steps(self, lanes: Sequence[LaneOffers], best: Mapping[str, Choice]) -> list["_Step"]:
         """What can be added to a plain round, in the order in which to add it."""
@@ -278,7 +286,7 @@ class Headlong:
     def asked(self, source: str, lanes: int, depth: int, seconds: float) -> None:
         """Learns nothing."""
 
-    def rows_within(self, seconds: float) -> int:  # noqa: ARG002
+    def rows_within(self, seconds: float, beside: RoundShape, start: int) -> int:  # noqa: ARG002
         """Any number."""
         return ROWS[-1]
 

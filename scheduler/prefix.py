@@ -278,6 +278,13 @@ class PrefixIndex:
         self._offer(entry)
         return True
 
+    def abandon(self) -> None:
+        """Nobody waits any more for what is being read, nor is there room for it."""
+        for entry in list(self._entries.values()):
+            if entry.loading:
+                entry.loading = False
+                self._remove(entry, Tier.RAM)
+
     def lost(self, key: Key) -> tuple[Key, ...]:
         """What lies on the SSD under this key is no good. What is known no more for it: that piece, unless it lies in
         RAM too, and then all that hangs under it; whatever lies anywhere of them is to be dropped.
@@ -293,6 +300,41 @@ class PrefixIndex:
     def forget(self, key: Key) -> tuple[Key, ...]:
         """A piece is no good, wherever it lies. What is known no more for it, and is to be dropped."""
         return tuple(self._forget(key))
+
+    def limit(self, most: int) -> tuple[tuple[Key, ...], tuple[Key, ...]]:
+        """What RAM may hold from now on. What goes for it, all but what is in use: what lies there no more, and what is
+        known no more at all, for it hung under something that only RAM had.
+        """
+        account = self._accounts[Tier.RAM]
+        account.cap = most
+        gone = [*self._make_room(Tier.RAM, 0).gone]
+        forgotten: list[Key] = []
+        if account.used > most:
+            for entry in sorted(self._entries.values(), key=lambda entry: entry.piece.end, reverse=True):
+                if account.used > most and entry.sizes[Tier.RAM] is not None and not self._in_use(entry):
+                    forgotten += self._forget(entry.piece.key)
+                    gone += self._make_room(Tier.RAM, 0).gone  # what hangs above it may go now, and stay on the SSD
+        return tuple(gone), tuple(forgotten)
+
+    def _in_use(self, entry: _Entry) -> bool:
+        """Whether it, or something that hangs under it, is pinned or on its way."""
+        waiting = [entry.piece.key]
+        while waiting:
+            each = self._entries[waiting.pop()]
+            if each.pins or each.loading:
+                return True
+            waiting += each.below
+        return False
+
+    def unyielding(self, tier: Tier) -> int:
+        """Bytes in a tier that cannot go now: what is pinned or on its way, and what that hangs under."""
+        held: set[Key] = set()
+        for entry in self._entries.values():
+            above: _Entry | None = entry if entry.pins or entry.loading else None
+            while above is not None and above.piece.key not in held:
+                held.add(above.piece.key)
+                above = self._entries.get(above.piece.parent)
+        return sum(self._entries[key].sizes[tier] or 0 for key in held)
 
     def clear(self) -> tuple[Key, ...]:
         """Forget all that is not in use; what is to be dropped."""

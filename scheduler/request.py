@@ -14,6 +14,7 @@ class FinishReason(StrEnum):
 
     CANCELLED = "cancelled"
     ERROR = "error"
+    DEADLINE = "deadline"
     STOP = "stop"
     LENGTH = "length"
 
@@ -94,6 +95,10 @@ class Request(msgspec.Struct, frozen=True):
     """The most tokens to draft for it in a round; None for as many as the server allows, 0 for none."""
     draft_sources: frozenset[str] | None = None
     """Names of the sources to draft from; None for all."""
+    priority: int = 0
+    """Among its owner's requests that wait, those with a lower number go first."""
+    deadline: float | None = None
+    """When it ends in any case, in seconds of the engine's monotonic clock; None for never."""
 
 
 class DraftCount(msgspec.Struct, frozen=True):

@@ -43,6 +43,14 @@ class Shelf(Protocol):
         """A request waits: whoever else has pieces of its text may make them ready."""
         ...
 
+    def limit(self, most: int) -> None:
+        """What the bytes in RAM may be from now on; what is too much goes, all but what is in use."""
+        ...
+
+    def forget(self, keys: Iterable[Key]) -> None:
+        """These pieces are no good, wherever they lie, nor is what hangs under them."""
+        ...
+
 
 class _Account:
     """One lane's dealings. Written by `Reuse`."""
@@ -83,12 +91,12 @@ class Reuse:
         self._read_ahead(found.pieces)
         self._shelf.expect(request)
 
-    def match(self, request: Request) -> Match:
-        """What is known of a request's prompt but its last token, which heads a window."""
-        return self._index.match(self.root(request), request.prompt[:-1])
+    def match(self, lane: Lane) -> Match:
+        """What is known of a lane's text but its last token, which heads a window."""
+        return self._index.match(self.root(lane.request), lane.tokens[:-1])
 
     def admit(self, lane: Lane, found: Match) -> None:
-        """A lane begins, and is to be given what was found of its prompt; give it nothing where that is empty."""
+        """A lane begins, and is to be given what was found of its text; give it nothing where that is empty."""
         self.leave(lane.request.request_id)
         account = self._lanes[lane.request.request_id] = _Account(Chain(self.root(lane.request), self._index.block))
         keys = [piece.key for piece in found.pieces]
@@ -96,7 +104,7 @@ class Reuse:
         self._index.use(keys)
         account.pending.extend(found.pieces)
         account.had = found.length
-        end = len(lane.request.prompt) - 1
+        end = len(lane.tokens) - 1
         lane.stops |= _stops(end, found) if self._index.checkpoints else {end}
 
     def waits(self, lane: Lane) -> bool:
@@ -127,7 +135,7 @@ class Reuse:
                 reach = len(lane.tokens) + 1
                 restores.append(Restore(lane.slot, lane.request.request_id, tuple(pieces), reach))
                 if pieces[-1].checkpoint or not self._index.checkpoints:  # without its checkpoint a lane has nothing
-                    lane.cached = lane.reused = pieces[-1].end
+                    lane.reuse(pieces[-1].end)
         return restores
 
     def restored(self, size: int, seconds: float) -> None:
@@ -196,6 +204,36 @@ class Reuse:
             blocks.append(account.text.checkpoint(lane.tokens, lane.cached))
         kept = [piece for piece in blocks if not self._index.holds(piece.key, Tier.RAM)]
         return [Store(lane.slot, lane.request.request_id, piece) for piece in kept]
+
+    def spoil(self, lane: Lane) -> None:
+        """What a lane's caches hold is no good, so nothing of its text that was kept is, whoever kept it."""
+        while found := self.match(lane).pieces:  # the longest, and then what checkpoints there are before it
+            self._shelf.forget([piece.key for piece in found])
+
+    # ---- giving way -------------------------------------------------------------------------------------------------
+
+    @property
+    def used(self) -> int:
+        """Bytes in RAM."""
+        return self._index.stats(Tier.RAM).bytes
+
+    def unyielding(self) -> int:
+        """Bytes in RAM that are in use."""
+        return self._index.unyielding(Tier.RAM)
+
+    def limit(self, most: int) -> int:
+        """What RAM may hold from now on; returns what it holds then."""
+        self._shelf.limit(most)
+        return self.used
+
+    def renounce(self) -> None:
+        """Lanes are given nothing more, so that nothing is in use for them: they compute what they lack. What is being
+        read is not waited for either.
+        """
+        self._index.abandon()
+        for account in self._lanes.values():
+            if account.pending:
+                self._give_up(account, account.pending[0])
 
     def leave(self, request_id: str) -> None:
         """A lane left: what it was still to be given is given back, and its text is the newest. Idempotent."""

@@ -117,6 +117,8 @@ class Drawn(msgspec.Struct, frozen=True):
 
     tokens: Sequence[int] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    error: str | None = None
+    """What is wrong with the window's numbers (they are none): its lane ends, and nothing of it is to be kept."""
 
 
 class Acceptance(msgspec.Struct, frozen=True):
@@ -144,3 +146,5 @@ class LaneResult(msgspec.Struct, frozen=True):
     """How many of the lane's tokens its caches hold now."""
     error: str | None = None
     """The lane's own failure, which ends it; nothing of this round is delivered."""
+    spoiled: bool = False
+    """Its caches hold no numbers, so that nothing of them is to be kept."""

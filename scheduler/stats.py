@@ -47,6 +47,9 @@ class Stats(msgspec.Struct, frozen=True):
     rows_per_round: HistogramCount
     draft_rows_per_round: HistogramCount
     drafts: tuple[DraftStats, ...]
+    preemptions: int = 0
+    """How often a lane had to give way to others."""
+    failed_forwards: int = 0
 
 
 class Histogram:

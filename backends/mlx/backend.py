@@ -1,18 +1,20 @@
 """The MLX backend: a loaded model behind `backends.base.Backend`. Every method belongs to the engine thread."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import mlx.core as mx
 import numpy as np
 
-from backends.base import Blocks, Flight, Masks, ModelInfo
+from backends.base import Blocks, Flight, Masks, MemoryUse, ModelInfo
 from backends.masks import Allowed, unpack
 from backends.mlx import exponential
 from backends.mlx.adjust import Adjustments, LaneTables
+from backends.mlx.memory import LaneLedger, PlainMemory, Residence
 from backends.mlx.rows import Exp, SampledRow
 from backends.mlx.sampler import DrawnRows, draw
 from backends.mlx.threads import BlasPace
 from backends.mlx.verify import Draws, Forward, Verified
+from scheduler.admission import LaneMemory
 from scheduler.draft import DraftSource
 from scheduler.round import Drawn, Window
 
@@ -106,12 +108,19 @@ class MLXBackend:
         self._pace = pace
         self._tables = LaneTables()
         self._exp = exponential.best_exp()
+        self.memory: LaneMemory = LaneLedger(forward.store)
+        """With a draft model's lanes, if there is one."""
+        self.residence = Residence(PlainMemory())
+        """Of what may be held; replaced at load, once that is known."""
+        self._spoiled: set[int] = set()
 
     def verify(self, windows: Sequence[Window], after: Flight | None = None, masks: Masks | None = None) -> MLXFlight:
         """Start one forward over all windows, and draw from its sampled rows on the device; with `masks`, once read."""
         carried = after.draws() if isinstance(after, MLXFlight) else None
-        landed = self._pace.launch(sum(window.rows for window in windows)) if self._pace else _nothing
-        verified = self._forward.run(windows, carried)
+        self.residence.run()
+        landed = self._landing(windows)
+        spoiled, self._spoiled = self._spoiled, set()
+        verified = _spoil(self._forward.run(windows, carried), windows, spoiled)
         if verified.logits is None:
             mx.eval(self._forward.buffers())
             return MLXFlight(len(windows), None, landed)
@@ -121,6 +130,22 @@ class MLXBackend:
         adjustments = self._tables.adjustments(adjusted, verified.logits.shape[-1])
         unsampled = Unsampled(verified, windows, adjustments, masks, self._exp)
         return MLXFlight(len(windows), unsampled, landed, at_once=masks is None)
+
+    def _landing(self, windows: Sequence[Window]) -> Callable[[], None]:
+        """What is to be done when this round has landed."""
+        paced = self._pace.launch(sum(window.rows for window in windows)) if self._pace else _nothing
+        if all(window.samples for window in windows):
+            return paced
+
+        def landed() -> None:
+            paced()
+            self.residence.prefilled()
+
+        return landed
+
+    def spoil(self, slot: int) -> None:
+        """Make the slot's logits in the next forward NaN: see `backends.faults`."""
+        self._spoiled.add(slot)
 
     def keep(self, kept: Mapping[int, int]) -> dict[int, int]:
         """Cut every lane's caches to what it keeps; all of them can be cut there."""
@@ -139,9 +164,28 @@ class MLXBackend:
         if self._pace:
             self._pace.reset()
 
+    def use(self) -> MemoryUse:
+        """What MLX holds in memory now."""
+        return self.residence.use()
+
+    def rest(self) -> None:
+        """No round comes for some time, or none at all: wire nothing, and keep nothing that was freed. Idempotent."""
+        self.residence.rest()
+
 
 def _nothing() -> None:
     """What a landing means where nobody paces."""
+
+
+def _spoil(verified: Verified, windows: Sequence[Window], slots: Collection[int]) -> Verified:
+    """The same forward, but the sampled rows of these slots are NaN."""
+    if not slots or verified.logits is None:
+        return verified
+    added = np.zeros((verified.logits.shape[0], 1), dtype=np.float32)
+    for each in verified.sampled:
+        if windows[each.index].slot in slots:
+            added[each.first : each.last] = np.nan
+    return Verified(verified.logits + mx.array(added).astype(verified.logits.dtype), verified.sampled)
 
 
 def _sampled_rows(window: Window) -> list[SampledRow]:

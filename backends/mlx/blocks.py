@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 
 from backends.base import Block
+from backends.groups import Seat
 from backends.mlx.caches.buffers import LayerBuffers, Plane
-from backends.mlx.caches.groups import Seat
 from backends.mlx.caches.recurrent import Row, State
 from backends.mlx.caches.sight import Sight
 from backends.mlx.regroup import Regrouping

@@ -25,15 +25,19 @@ from backends.mlx.drafts.model import DraftModel, DraftModelFacts
 from backends.mlx.exponential import Attention
 from backends.mlx.fingerprint import fingerprint
 from backends.mlx.load import Loaded, LoadError, load_folder, locate, refuse_other_tokens
+from backends.mlx.memory import LaneLedger, NoRoomError, Residence, budget_of, device_memory
 from backends.mlx.owners import install_owners
 from backends.mlx.patches import apply_patches
 from backends.mlx.pull import Progress
+from backends.mlx.regroup import ROWS_PER_LANE, SETTLED
 from backends.mlx.rope import install_rope
-from backends.mlx.runtime import DtypePolicy, describe_device, load_blas, set_blas_threads
+from backends.mlx.runtime import DtypePolicy, MemoryLimit, describe_device, load_blas, set_blas_threads
 from backends.mlx.seam import HeadRows, install_attention, install_head, install_swiglu
 from backends.mlx.threads import BlasPace
 from backends.mlx.verify import Forward, PackedForward, PaddedForward
-from backends.mlx.warmup import timed_rounds
+from backends.mlx.warmup import LargestRound, scratch_of, timed_rounds
+from scheduler.request import Sampling
+from scheduler.round import Window
 
 _log = logging.getLogger("paceline.mlx")
 
@@ -47,12 +51,16 @@ def load_backend(
     *,
     draft_model: str | None = None,
     quantization: KVQuantization | None = None,
+    memory: MemoryLimit | None = None,
+    largest: LargestRound = LargestRound(rows=256, lanes=8, drafts=8),  # noqa: B008 (frozen)
 ) -> MLXBackend:
     """Load a model and check it, and a `draft_model` to draft for it; `device` is what to say of the machine in
-    `ModelInfo`, `quantization` how the model's keys and values are kept.
+    `ModelInfo`, `quantization` how the model's keys and values are kept. With `memory` all that it holds is bounded,
+    what rounds of up to `largest` take included, and a context that is too long for that is cut.
 
     Call on the thread that will use the backend. Raises LoadError for a model that cannot be loaded or served, and for
-    a draft model with another vocabulary than the model's, or whose caches cannot be cut.
+    a draft model with another vocabulary than the model's, or whose caches cannot be cut; and where the memory is not
+    enough for the shortest lane.
     """
     name, folder = locate(reference, home, progress)
     drafting = locate(draft_model, home, progress) if draft_model is not None else None
@@ -64,14 +72,56 @@ def load_backend(
     forward = build_forward(loaded.model, loaded.vocab_size, loaded.name, head, quantization)
     blocks = LaneBlocks(forward.store, forward.regrouping, _namespace(loaded, forward, quantization))
     backend = MLXBackend(_info(loaded, device, forward), forward, _blas_pace(), blocks)
+    forward.store.groups.lane_bytes = state_bytes(forward)
+    ledger = LaneLedger(forward.store)
     if drafting is not None:
         shared = drafting[1].samefile(folder)
         drafter = loaded if shared else load_folder(*drafting, dtype, progress)
         progress("check", 0, None)
-        backend.drafters = (_draft_model(drafter, loaded, head if shared else install_head(drafter.model)),)
+        source = _draft_model(drafter, loaded, head if shared else install_head(drafter.model))
+        backend.drafters = (source,)
+        ledger = LaneLedger(forward.store, source.store, source.context_length)
+    backend.memory = ledger
     progress("warm up", 0, None)
     backend.info = msgspec.structs.replace(backend.info, timed_rounds=timed_rounds(backend))
+    if memory is not None:
+        _bound(backend, ledger, memory, largest)
     return backend
+
+
+def state_bytes(forward: Forward) -> int:
+    """What the states of one lane take, before and after a round: found by a lane whose states are full."""
+    regrouping = forward.regrouping
+    if regrouping is None:
+        return 0
+    forward.run([Window(0, "states", 0, (1,) * SETTLED, False, Sampling(0.0), SETTLED)], None)
+    mx.eval(forward.buffers())
+    forward.keep({})
+    found = regrouping.lane_bytes(0)
+    forward.reset()
+    return ROWS_PER_LANE * found
+
+
+def _bound(backend: MLXBackend, ledger: LaneLedger, memory: MemoryLimit, largest: LargestRound) -> None:
+    """Find out what is there and what a round takes, and hold to it."""
+    machine = describe_device()
+    device = device_memory(machine.kind, machine.recommended_bytes)
+    scratch = scratch_of(backend, device, largest)
+    left = (
+        largest.lanes * ledger.state_bytes // ROWS_PER_LANE
+    )  # lanes' that left, until the next round has replaced all
+    scratch = msgspec.structs.replace(scratch, fixed=scratch.fixed + left)
+    device.clear()
+    info = backend.info
+    try:
+        budget, longest = budget_of(memory.of(machine), device.use().active, scratch, ledger, info.context_length)
+    except NoRoomError as error:
+        raise LoadError(f"{info.name}: {error}") from None
+    if longest < info.context_length:
+        _log.warning("%s: of its %d tokens of context %d fit into memory", info.name, info.context_length, longest)
+    backend.info = msgspec.structs.replace(info, context_length=longest, budget=budget)
+    backend.residence = Residence(device, budget)
+    ledger.limit(budget.pool)
 
 
 def _namespace(loaded: Loaded, forward: Forward, quantization: KVQuantization | None) -> str:

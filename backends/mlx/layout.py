@@ -12,8 +12,8 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 
+from backends.groups import LaneGroups, Seat
 from backends.mlx.caches.buffers import ScatterWrite, SliceWrite, Write
-from backends.mlx.caches.groups import LaneGroups, Seat
 from backends.mlx.caches.sight import EVERYTHING, HEADROOM, Positions, Sight, held
 from scheduler.round import Window
 

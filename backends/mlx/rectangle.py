@@ -11,8 +11,8 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 
+from backends.groups import LaneGroups, Seat
 from backends.mlx.caches.buffers import ScatterWrite
-from backends.mlx.caches.groups import LaneGroups, Seat
 from scheduler.round import Window
 
 

@@ -23,15 +23,19 @@ import numpy as np
 from mlx.utils import tree_map
 from mlx_lm.models.cache import CacheList
 
-from backends.mlx.caches.groups import LaneGroups
+from backends.groups import LaneGroups
 from backends.mlx.caches.packed import PackedCache
 from backends.mlx.caches.recurrent import RecurrentCache, State
 from backends.mlx.layout import PackedRound, Seated, width_class
 from backends.mlx.owners import Layer, OwnersCall, Projections, building, projecting
 from scheduler.round import Window
 
-_SETTLED = 64
+SETTLED = 64
 """States of lanes that are at least so long have one shape: all short convolutions are full."""
+ROWS_PER_LANE = 3
+"""States that are held for each lane at most: before the oldest round that is not settled, before the one that follows
+it, and now; or before and after one whose draft was cut, and after what was kept of it.
+"""
 
 
 class _Part(msgspec.Struct, frozen=True):
@@ -154,6 +158,8 @@ class Regrouping:
         self._lengths: dict[int, int] = {}
         """How far each lane's states have come."""
         self._rounds: deque[_Round] = deque()
+        self._sharing: set[int] = set()
+        """Lanes whose states may lie in batches with others'."""
         self._alike: list[_Part] = []
         """Lanes of the round that is being built, those of one width together."""
         self._padded: list[_Part] = []
@@ -181,6 +187,19 @@ class Regrouping:
             building.pop()
         for entry in packed.seated:
             self._lengths[entry.window.slot] = entry.window.end
+        self._part(set(slots))
+
+    def _part(self, fed: set[int]) -> None:
+        """Lanes that were not fed with the others are not to keep those's old states alive. Where a round is still
+        under way, that has time: it would be waited for.
+        """
+        left = (self._sharing - fed) & self._lengths.keys()
+        if len(self._rounds) > 1:
+            self._sharing |= fed
+            return
+        for cache in self._caches:
+            cache.own(left)
+        self._sharing = fed
 
     def _meet(self, window: Window) -> None:
         if window.start == 0:
@@ -195,7 +214,7 @@ class Regrouping:
         to a module as one of zeros.
         """
         length = self._lengths.get(slot, 0)
-        if not length or length >= _SETTLED:
+        if not length or length >= SETTLED:
             return bool(length)
         rows = [row for cache in self._caches for row in cache.state(slot)]
         return tuple(None if row is None else row.batch.shape[1:] for row in rows)
@@ -297,6 +316,11 @@ class Regrouping:
             cache.put(target, cache.state(source))
         self._lengths[target] = length
 
+    def lane_bytes(self, slot: int) -> int:
+        """What a lane's states take by themselves."""
+        rows = [row for cache in self._caches for row in cache.state(slot) if row is not None]
+        return sum(row.batch.nbytes // row.batch.shape[0] for row in rows)
+
     @property
     def entries(self) -> list[int]:
         """Arrays of a state, by layer."""
@@ -327,6 +351,7 @@ class Regrouping:
         """Forget everything."""
         self._lengths.clear()
         self._rounds.clear()
+        self._sharing.clear()
         for cache in self._caches:
             cache.clear()
 

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import msgspec
 
+from backends.mlx.cgroups import memory_limit
+
 if TYPE_CHECKING:
     import mlx.core as mx
 
@@ -59,13 +61,27 @@ class BlasProbe(msgspec.Struct, frozen=True):
     gflops: float
 
 
+class MemoryLimit(msgspec.Struct, frozen=True):
+    """What the process may hold in memory: so many bytes, or a share of what there is."""
+
+    bytes: int | None = None
+    share: float = 0.75
+    """Of what the device recommends to use, or else of RAM."""
+
+    def of(self, device: "Device") -> int:
+        """In bytes."""
+        if self.bytes is not None:
+            return self.bytes
+        return int(self.share * (device.recommended_bytes or device.memory_bytes))
+
+
 class Device(msgspec.Struct, frozen=True):
     """What MLX computes on."""
 
     kind: Literal["cpu", "metal", "cuda"]
     name: str
     memory_bytes: int
-    """RAM of the machine."""
+    """RAM of the machine, as far as the process may use it."""
     recommended_bytes: int | None
     """The most that the device recommends to use; None where it does not say (CPU)."""
 
@@ -127,9 +143,22 @@ def describe_device() -> Device:
     return Device(
         kind=kind,
         name=str(info.get("device_name", kind)),
-        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        memory_bytes=_memory_bytes(),
         recommended_bytes=None if kind == "cpu" or recommended is None else int(recommended),
     )
+
+
+def _memory_bytes() -> int:
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = memory_limit(_text_of) if sys.platform == "linux" else None
+    return installed if limit is None else min(installed, limit)
+
+
+def _text_of(file: str) -> str | None:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except OSError:
+        return None
 
 
 def probe_blas(repeats: int = 10) -> BlasProbe:

@@ -2,6 +2,7 @@
 
 Greedy rows take the largest logit and compute nothing else. Warm rows add keyed Gumbel noise to their logits over the
 temperature and take the largest (the Gumbel-max trick). Rows that leave tokens out do so among a few candidates.
+Whatever a row's logits are, no other row is drawn otherwise; rows whose logits are no numbers are told.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,12 +14,16 @@ import numpy.typing as npt
 
 from backends.masks import Allowed
 from backends.mlx.adjust import Adjustments
+from backends.mlx.finite import RowSums
 from backends.mlx.logprobs import RowLogprobs
 from backends.mlx.noise import noise
 from backends.mlx.rows import Exp, SampledRow, chosen, chunks, keys_of, only, temperatures_of
 from backends.mlx.truncate import TruncatedDraws
 from scheduler.events import TokenLogprob
 from scheduler.round import Drawn
+
+NO_NUMBERS = "the model's logits are no finite numbers"
+"""What is wrong with a window that has a broken row."""
 
 
 class ReadRows(msgspec.Struct, frozen=True):
@@ -28,9 +33,13 @@ class ReadRows(msgspec.Struct, frozen=True):
     """One per row."""
     logprobs: Mapping[int, TokenLogprob]
     """By row, for those that asked."""
+    broken: frozenset[int] = frozenset()
+    """Rows whose tokens and log-probabilities mean nothing."""
 
     def window(self, first: int, last: int) -> Drawn:
         """The draws of rows `[first, last)`, which belong to one window."""
+        if not self.broken.isdisjoint(range(first, last)):
+            return Drawn(tuple(self.tokens[first:last]), error=NO_NUMBERS)
         logprobs = tuple(self.logprobs[row] for row in range(first, last) if row in self.logprobs)
         return Drawn(tuple(self.tokens[first:last]), logprobs)
 
@@ -43,15 +52,17 @@ class DrawnRows:
         tokens: mx.array,
         truncated: tuple[Sequence[int], TruncatedDraws] | None,
         logprobs: tuple[Sequence[int], RowLogprobs] | None,
+        sums: RowSums,
     ) -> None:
         self.tokens = tokens
         """Uint32 `[rows]`; final for every row that leaves no tokens out, so that plain rounds can feed on it."""
         self._truncated = truncated
         self._logprobs = logprobs
+        self._sums = sums
 
     def launch(self) -> None:
         """Start what the device computes."""
-        arrays = [self.tokens]
+        arrays = [self.tokens, self._sums.array]
         if self._truncated is not None:
             arrays.append(self._truncated[1].covered)
         if self._logprobs is not None:
@@ -67,8 +78,9 @@ class DrawnRows:
         logprobs: dict[int, TokenLogprob] = {}
         if self._logprobs is not None:
             rows, reported = self._logprobs
-            logprobs = dict(zip(rows, reported.read(tokens[rows]), strict=True))
-        return ReadRows(tokens.tolist(), logprobs)
+            with np.errstate(invalid="ignore"):  # of broken rows
+                logprobs = dict(zip(rows, reported.read(tokens[rows]), strict=True))
+        return ReadRows(tokens.tolist(), logprobs, self._sums.read())
 
 
 def draw(
@@ -83,6 +95,7 @@ def draw(
 
     All but a plain argmax is computed in float32.
     """
+    sums = RowSums(logits)
     reporting = [index for index, row in enumerate(rows) if row.sampling.logprobs is not None]
     reported = None
     if reporting:
@@ -93,7 +106,7 @@ def draw(
     if allowed is not None:
         logits = only(logits.astype(mx.float32), mx.array(allowed))
     tokens, truncated = _draw(logits, rows, exp)
-    return DrawnRows(tokens, truncated, reported)
+    return DrawnRows(tokens, truncated, reported, sums)
 
 
 def _draw(

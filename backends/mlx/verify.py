@@ -3,7 +3,7 @@
 Owns the lanes' seats and buffers. Knows nothing of sampling; `MLXBackend` draws from the logits.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import mlx.core as mx
@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 from mlx_lm.models.cache import CacheList
 
+from backends.groups import Change, LaneGroups, Move
 from backends.mlx.caches.buffers import LayerBuffers, LayerShape, Planes
-from backends.mlx.caches.groups import Change, LaneGroups, Move
 from backends.mlx.caches.kinds import AttentionKind, Kind, ListKind, RecurrentKind, UnusedKind
 from backends.mlx.caches.packed import PAST_THE_SEAM, PackedCache, UnusedCache, take_back
 from backends.mlx.caches.padded import PaddedCache
@@ -21,7 +21,7 @@ from backends.mlx.caches.quantized import QuantizedCache, QuantizedShape
 from backends.mlx.caches.recurrent import RecurrentCache
 from backends.mlx.caches.sight import EVERYTHING, Sight
 from backends.mlx.exponential import Attention
-from backends.mlx.layout import PackedRound
+from backends.mlx.layout import WIDEST_SHARED, PackedRound
 from backends.mlx.rectangle import padded_layout
 from backends.mlx.regroup import Regrouping
 from backends.mlx.seam import HeadRows
@@ -54,8 +54,10 @@ class LaneStore:
     """Seats and, per attention layer, buffers; the two forwards stand on one each. Written by its forward."""
 
     def __init__(self, *, together: bool) -> None:
-        self.groups = LaneGroups(together=together)
+        self.groups = LaneGroups(together=together, row_bytes=self._row_bytes)
         self.layers: list[LayerBuffers] = []
+        self.make_room: Callable[[int], None] | None = None
+        """Called before lanes get other seats, with the bytes that all of them will take at the least."""
 
     def layer(self, shape: Planes, sight: Sight = EVERYTHING) -> LayerBuffers:
         """Buffers for one more layer; before any lane is seated."""
@@ -64,7 +66,24 @@ class LaneStore:
 
     def place(self, needs: Mapping[int, tuple[int, int]]) -> None:
         """Seat lanes: slot -> (positions needed, positions held)."""
+        if self.groups.seated(needs):
+            return
+        if self.make_room is not None:
+            self.make_room(self.groups.needed_with(needs))
         self._apply(self.groups.place(needs))
+
+    def limit(self, most: int) -> None:
+        """Take no spare rows beyond so many bytes, and give back those that are."""
+        self._apply(self.groups.limit(most))
+
+    def _row_bytes(self, capacity: int) -> int:
+        return sum(layer.row_bytes(capacity) for layer in self.layers)
+
+    def largest_share(self, capacity: int) -> float:
+        """How much of a row the largest plane takes: what is held twice while buffers grow."""
+        return max((layer.largest_plane(capacity) for layer in self.layers), default=0) / (
+            self._row_bytes(capacity) or 1
+        )
 
     def share(self, windows: Sequence[Window]) -> None:
         """Copy to each seated lane what its window says that it has in common with a sibling."""
@@ -91,8 +110,7 @@ class LaneStore:
 
     def _apply(self, changes: Sequence[Change]) -> None:
         for layer in self.layers:
-            for change in changes:
-                layer.apply(change)
+            layer.apply(*changes)
 
 
 class Forward(Protocol):
@@ -277,19 +295,33 @@ class PaddedForward(StoredForward):
 
     def run(self, windows: Sequence[Window], carried: Draws | None) -> Verified:
         """Feed the chunks in one rectangle, then all sampled windows in another."""
+        self.store.place({window.slot: (max(window.end, window.reach), window.start) for window in windows})
+        self.store.share(windows)
         chunks = [index for index, window in enumerate(windows) if not window.samples]
+        for indices in self._rectangles(windows, chunks):
+            self._run([windows[index] for index in indices], indices, None)
         if chunks:
-            self._run([windows[index] for index in chunks], chunks, None)
             mx.async_eval(self.store.arrays())
-        indices = [index for index, window in enumerate(windows) if window.samples]
-        if not indices:
-            return Verified(None, ())
-        return self._run([windows[index] for index in indices], indices, carried)
+        sampled = self._rectangles(windows, [index for index, window in enumerate(windows) if window.samples])
+        return _joined([self._run([windows[index] for index in indices], indices, carried) for indices in sampled])
+
+    def _rectangles(self, windows: Sequence[Window], indices: Sequence[int]) -> list[list[int]]:
+        """Which of them are fed together: as a rule all; but padding must not need a larger class than its lane, and of
+        wide ones there must not be more padding than rows.
+        """
+        rectangles: list[list[int]] = []
+        for index in sorted(indices, key=lambda index: -windows[index].rows):
+            room = self.store.groups.seat(windows[index].slot).capacity - windows[index].start
+            widest = min(room, max(2 * windows[index].rows, WIDEST_SHARED))
+            fitting = [members for members in rectangles if windows[members[0]].rows <= widest]
+            if fitting:
+                fitting[0].append(index)
+            else:
+                rectangles.append([index])
+        return rectangles
 
     def _run(self, windows: Sequence[Window], indices: Sequence[int], carried: Draws | None) -> Verified:
         width = max(window.rows for window in windows)
-        self.store.place({window.slot: (max(window.start + width, window.reach), window.start) for window in windows})
-        self.store.share(windows)
         layout = padded_layout(windows, self.store.groups)
         for cache in self._caches:
             cache.layout = layout
@@ -302,6 +334,19 @@ class PaddedForward(StoredForward):
 
     def keep(self, kept: Mapping[int, int]) -> None:
         """Nothing needs to be done: what is not kept is overwritten by the lane's next window."""
+
+
+def _joined(parts: Sequence[Verified]) -> Verified:
+    """What several forwards gave, as of one."""
+    if len(parts) == 1:
+        return parts[0]
+    logits = [part.logits for part in parts if part.logits is not None]
+    sampled: list[SampledWindow] = []
+    before = 0
+    for part in parts:
+        sampled += [SampledWindow(each.index, before + each.first, before + each.last) for each in part.sampled]
+        before = sampled[-1].last
+    return Verified(mx.concatenate(logits) if logits else None, tuple(sampled))
 
 
 def _sampled_rows(

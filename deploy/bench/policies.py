@@ -13,9 +13,9 @@ class _Costs:
     def __init__(self) -> None:
         self._costs = CostTable()
 
-    def rows_within(self, seconds: float) -> int:
+    def rows_within(self, seconds: float, beside: RoundShape, start: int) -> int:
         """As `Pace` says it, so that prefill is the same under all policies."""
-        return self._costs.rows_within(seconds)
+        return self._costs.rows_within(seconds, beside, start)
 
     def timed(self, shape: RoundShape, seconds: float) -> None:
         """A round took so long."""

@@ -15,6 +15,7 @@ import typer
 from rich.table import Table
 
 from backends.base import Blocks, Flight, Masks, ModelInfo
+from backends.fake import FakeMemory
 from deploy.bench.options import Json, say
 from deploy.bench.policies import FixedDepth, Oracle
 from deploy.bench.recording import LaneRecord, RecordedCosts, Recording, RecordingError, read_recording
@@ -22,6 +23,7 @@ from deploy.bench.report import new_table, show
 from engine.config import EngineConfig
 from engine.loop import Loop
 from engine.messages import Message, Submit
+from scheduler.admission import LaneMemory
 from scheduler.cost import RoundShape
 from scheduler.draft import DraftSource
 from scheduler.events import Finished
@@ -79,6 +81,7 @@ class ReplayBackend:
         self._costs = costs
         self.blocks: Blocks | None = None
         self.drafters: Sequence[DraftSource] = ()
+        self.memory: LaneMemory = FakeMemory()
         vocabulary = 1 + max(max(text) for text in self._texts.values())
         self.info = ModelInfo("replay", None, vocabulary, 1 << 20, frozenset(), {}, "replay", 0)
         self.now = 0.0
@@ -116,6 +119,12 @@ class ReplayBackend:
         """Nothing is held."""
 
     def reset(self) -> None:
+        """Nothing is held."""
+
+    def use(self) -> None:
+        """Nothing is measured."""
+
+    def rest(self) -> None:
         """Nothing is held."""
 
 

@@ -10,10 +10,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from backends import reference
-from backends.base import MaskWords
+from backends.base import Budget, MaskWords
 from backends.fake import EOS, FakeBackend
 from backends.masks import unpack
 from backends.noise import gumbel, row_key, token_hash
+from scheduler.pieces import Piece
 from scheduler.request import Sampling
 from scheduler.round import History, Window
 from tests.backends.draws import samplings
@@ -375,3 +376,55 @@ def test_a_flight_outlives_the_release_of_its_slot() -> None:
 def test_what_it_says_of_itself() -> None:
     info = FakeBackend(context_length=64).info
     assert (info.vocab_size, info.context_length, info.eos_tokens, info.folder) == (257, 64, frozenset({EOS}), None)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_lanes_take_rows_by_capacity_class_and_rows_double() -> None:
+    backend = FakeBackend(token_bytes=10)
+    for slot, held in enumerate((1, 2, 4, 4, 8)):
+        backend.verify([window((1,), slot=slot)])
+        assert backend.memory.held == held * 2560
+    backend.verify([window((1,) * 300, slot=2)])
+    assert backend.memory.held == 8 * 2560 + 5120
+    assert backend.memory.needed({0: 1, 2: 1, 9: 257}) == 2560 + 2 * 5120
+    backend.memory.limit(4 * 2560 + 5120)
+    assert backend.memory.held == 4 * 2560 + 5120
+    for slot in range(5):
+        backend.release(slot)
+        backend.release(slot)
+    assert backend.memory.held == 0
+
+
+def test_lanes_that_take_more_than_they_may_are_an_error() -> None:
+    backend = FakeBackend(budget=Budget(5000, 1000, 928), token_bytes=4)
+    backend.verify([window((1,), slot=slot) for slot in range(3)])
+    with pytest.raises(ValueError, match="lanes take 4096 bytes of 3072"):
+        backend.verify([window((1,), slot=3)])
+    backend.reset()
+    assert backend.memory.held == 0
+    backend.memory.limit(1024)
+    backend.verify([window((1,))])
+    assert backend.blocks is not None
+    piece = Piece(b"first", b"root", 0, 1)
+    (block,) = backend.blocks.take(0, [piece])
+    assert block is not None
+    with pytest.raises(ValueError, match="lanes take 2048 bytes of 1024"):
+        backend.blocks.put(1, 1, [(piece, block)])
+
+
+def test_a_context_that_does_not_fit_is_cut_to_one_that_does() -> None:
+    def context(size: int, told: int = 1000) -> int:
+        return FakeBackend(told, budget=Budget(size, 0, 0), token_bytes=1).info.context_length
+
+    assert [context(size) for size in (1024, 1023, 512, 511, 256)] == [1000, 512, 512, 256, 256]
+    assert context(256, 100) == 100
+    with pytest.raises(ValueError, match="shortest lane"):
+        context(255)
+
+
+def test_nothing_is_measured_and_nothing_kept_at_rest() -> None:
+    backend = FakeBackend()
+    backend.rest()
+    assert backend.use() is None

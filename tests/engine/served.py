@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from backends.base import Flight, Masks, MaskWords
+from backends.base import Budget, Flight, Masks, MaskWords
 from backends.fake import EOS, FakeBackend
 from backends.grammar.base import Matcher
 from engine.config import EngineConfig
@@ -28,6 +28,10 @@ from tests.engine.shelves import MemorySpill, Shelf
 
 PATIENCE = 5000
 """Steps after which a run that should have ended has hung."""
+PROBE = "probe"
+"""In whose name the loop asks, after a failure, whether anything can be computed."""
+TOKEN_BYTES = 12
+"""What a position of a lane takes in the fake model."""
 
 
 class Terse(FakeBackend):
@@ -166,6 +170,32 @@ def agreement(window: Window, text: Sequence[int]) -> int:
     return agreed
 
 
+@dataclass(frozen=True)
+class Harm:
+    """What goes wrong in a run. Forwards are counted from 0, and so are the calls of `keep`; probes are neither."""
+
+    verify: frozenset[int] = frozenset()
+    """Forwards that raise when they are started."""
+    read: frozenset[int] = frozenset()
+    """Those that raise when they are read."""
+    keep: frozenset[int] = frozenset()
+    """Calls that raise."""
+    poison: Mapping[str, int] = field(default_factory=dict)
+    """Requests for which a forward raises that writes at this position of them, or behind it."""
+    nan: Mapping[str, int] = field(default_factory=dict)
+    """Requests for which it computes no numbers there."""
+
+    def poisons(self, windows: Sequence[Window]) -> bool:
+        return any(window.end > self.poison.get(window.request_id, window.end) for window in windows)
+
+    def spoiled(self, windows: Sequence[Window]) -> list[int]:
+        """Their slots."""
+        return [window.slot for window in windows if window.end > self.nan.get(window.request_id, window.end)]
+
+
+NO_HARM = Harm()
+
+
 class WatchedFlight:
     def __init__(self, flight: Flight, read: Callable[[], None]) -> None:
         self.flight = flight
@@ -177,61 +207,95 @@ class WatchedFlight:
 
 
 class Watched:
-    """Implements `Backend` over the fake one: notes what is asked of it, and can be told to fail.
+    """Implements `Backend` over the fake one: notes what is asked of it, and does the harm it is told to.
 
-    Holds every window and every cache against the texts that plain decoding gives (contract rules 15 and 16).
+    Holds every window and every cache against the texts that plain decoding gives (contract rules 15 and 16), and what
+    is in memory against the budget.
     """
 
     def __init__(
-        self, texts: Mapping[str, tuple[int, ...]], prompts: Mapping[str, int], *, cuttable: bool = True
+        self,
+        texts: Mapping[str, tuple[int, ...]],
+        prompts: Mapping[str, int],
+        harm: Harm,
+        *,
+        cuttable: bool = True,
+        pool: int | None = None,
     ) -> None:
-        """Each request's plain text, prompt included, and how many tokens of it are the prompt."""
-        self.model = Terse(cuttable=cuttable)
+        """Each request's plain text, prompt included, and how many tokens of it are the prompt. `pool`: bytes for lanes
+        and prefix blocks together.
+        """
+        budget = Budget(pool, 0, 0) if pool is not None else None
+        self.model = Terse(cuttable=cuttable, budget=budget, token_bytes=TOKEN_BYTES)
         self.blocks = self.model.blocks
         self.info = self.model.info
+        self.memory = self.model.memory
         self.drafters = self.model.drafters
+        self.prefix: PrefixCache | None = None
+        """Whose blocks are in memory too."""
         self.texts = texts
         self.prompts = prompts
         self.mails = 0
-        self.fail_verify: set[int] = set()
-        self.fail_read: set[int] = set()
-        self.fail_keep: set[int] = set()
-        """Which forwards raise, and which calls of `keep`, counted from 0."""
+        self._harm = harm
         self.keeps = 0
         self._landing: dict[int, Window] = {}
         """What was read last, by slot."""
+        self._landed = 0
         self.forwards: list[Forward] = []
         self.log: list[str] = []
         self.failed: list[int] = []
+        """The forwards that raised, or whose `keep` did."""
+        self.spoiled: list[tuple[int, int]] = []
+        """Forwards, and the slots for which they computed no numbers."""
         self.holders: dict[int, str] = {}
         """Whose cache is in each slot."""
         self.opened: list[str] = []
         self.released: list[str] = []
         self.faults: list[str] = []
         self.resets = 0
+        self.probes = 0
+        self._probing = False
+        self.most_bytes = 0
+        """The most that lanes and blocks ever took together."""
         self.copies = 0
         """How many lanes were begun with what another one had cached."""
 
-    def verify(
-        self, windows: Sequence[Window], after: Flight | None = None, masks: Masks | None = None
-    ) -> WatchedFlight:
+    def verify(self, windows: Sequence[Window], after: Flight | None = None, masks: Masks | None = None) -> Flight:
+        self._probing = windows[0].request_id == PROBE
+        if self._probing:
+            self.probes += 1
+            if self.model.lanes:
+                self.faults.append("it was probed while lanes were in their caches")
+            return self.model.verify(windows)
         number = len(self.forwards)
         self.forwards.append(Forward(tuple(windows), after is not None, self.mails))
         self.log.append(f"verify {number}")
         for window in windows:
             self._look_at(window)
-        if number in self.fail_verify:
-            self.failed.append(number)
-            raise RuntimeError("no more memory")
+        if number in self._harm.verify or self._harm.poisons(windows):
+            self._fail(number)
+        for slot in self._harm.spoiled(windows):
+            self.spoiled.append((number, slot))
+            self.model.spoil(slot)
         flown = after.flight if isinstance(after, WatchedFlight) else None
-        return WatchedFlight(self.model.verify(windows, flown, masks), lambda: self._on_read(number))
+        flight = WatchedFlight(self.model.verify(windows, flown, masks), lambda: self._on_read(number))
+        self._weigh()
+        return flight
+
+    def _fail(self, number: int) -> None:
+        self.failed.append(number)
+        raise RuntimeError("no more memory")
+
+    def _weigh(self) -> None:
+        blocks = self.prefix.reuse.used if self.prefix is not None else 0
+        self.most_bytes = max(self.most_bytes, self.memory.held + blocks)
 
     def _on_read(self, number: int) -> None:
         self.log.append(f"read {number}")
         self._landing = {window.slot: window for window in self.forwards[number].windows}
-        if number in self.fail_read:
-            self.failed.append(number)
-            raise RuntimeError("no more memory")
+        self._landed = number
+        if number in self._harm.read:
+            self._fail(number)
 
     def _look_at(self, window: Window) -> None:
         holder = self.holders.get(window.slot)
@@ -263,25 +327,36 @@ class Watched:
         return tuple(self.model.lanes[slot].tokens) if slot in self.model.lanes else ()
 
     def keep(self, kept: Mapping[int, int]) -> dict[int, int]:
+        if self._probing:
+            return self.model.keep(kept)
         number, self.keeps = self.keeps, self.keeps + 1
-        if number in self.fail_keep:
-            raise RuntimeError("no more memory")
+        if number in self._harm.keep:
+            self._fail(self._landed)
+        broken = {slot for forward, slot in self.spoiled if forward == self._landed}
         for slot, length in kept.items():
             window, text = self._landing[slot], self.texts[self.holders[slot]]
             if self._cached(slot)[:length] != text[:length]:
                 self.faults.append(f"{window.request_id} keeps what is not its text up to {length}")
-            if length != window.start + window.real + agreement(window, text):
+            agreed = 0 if slot in broken else agreement(window, text)
+            if length != window.start + window.real + agreed:
                 self.faults.append(f"{window.request_id} keeps {length}, not its real tokens and the accepted drafts")
         return self.model.keep(kept)
 
     def release(self, slot: int) -> None:
-        if slot in self.holders:
+        if slot in self.holders and not self._probing:
             self.released.append(self.holders.pop(slot))
+        self._probing = False
         self.model.release(slot)
 
     def reset(self) -> None:
         self.resets += 1
         self.model.reset()
+
+    def use(self) -> None:
+        """Nothing is measured."""
+
+    def rest(self) -> None:
+        """Nothing is held to be fast."""
 
 
 @dataclass(frozen=True)
@@ -332,9 +407,13 @@ class Served:
     prefix: PrefixCache | None = None
     strayed: list[str] = field(default_factory=list)
     """Whose matcher stood, after some round, elsewhere than behind the tokens delivered."""
+    matchers: dict[str, object] = field(default_factory=dict)
+    """Each constrained request's."""
 
     def look_at_matchers(self, loop: Loop) -> None:
         for name, lane in loop._executor._constraints._lanes.items():
+            if self.matchers.setdefault(name, lane) is not lane:
+                self.strayed.append(f"{name} got another one")
             chart, matcher = self.guests[name].request.constraint, lane.matcher
             assert isinstance(chart, Chart)
             assert isinstance(matcher, ChartMatcher)
@@ -359,8 +438,8 @@ class Served:
         return end
 
     def undisturbed(self) -> list[str]:
-        """Whose clients stayed to the end, and whose forwards did not fail."""
-        left = (FinishReason.CANCELLED, FinishReason.ERROR)
+        """Whose clients stayed to the end, and who had time enough and did no harm."""
+        left = (FinishReason.CANCELLED, FinishReason.ERROR, FinishReason.DEADLINE)
         return [name for name in self.guests if self.end(name).reason not in left and name not in self.stopped]
 
 
@@ -420,28 +499,24 @@ def serve(
     sources: str = "",
     *,
     seed: int = 0,
-    fail_verify: Iterable[int] = (),
-    fail_read: Iterable[int] = (),
-    fail_keep: Iterable[int] = (),
+    harm: Harm = NO_HARM,
     pace: Planner | None = None,
     shelf: Shelf | None = None,
+    pool: int | None = None,
 ) -> Served:
     """Run the loop until everything has ended; drafts are taken as they come, unless there is a pace. With a `shelf`
-    there is a prefix cache.
+    there is a prefix cache, with a `pool` only so many bytes for lanes and blocks.
     """
     by_name = {guest.request.request_id: guest for guest in guests}
     texts = {name: (*guest.request.prompt, *decode(guest.request).fed) for name, guest in by_name.items()}
     prompts = {name: len(guest.request.prompt) for name, guest in by_name.items()}
-    backend = Watched(texts, prompts, cuttable=shelf is None or shelf.cuttable)
-    backend.fail_verify |= set(fail_verify)
-    backend.fail_read |= set(fail_read)
-    backend.fail_keep |= set(fail_keep)
+    backend = Watched(texts, prompts, harm, cuttable=shelf is None or shelf.cuttable, pool=pool)
     served = Served(by_name, backend)
     mail = Mail(served, shelf.disk if shelf is not None else None)
     ladder = sources_named(sources, texts, seed)
     served.prophets = [source for source in ladder if isinstance(source, Prophet)]
     prefix = shelf.open(backend.blocks, mail.letters.append) if shelf is not None else None
-    served.prefix = prefix
+    served.prefix = backend.prefix = prefix
     loop = Loop(
         backend,
         config,
@@ -455,6 +530,7 @@ def serve(
         if loop.idle and mail.looks > mail.last and not (shelf and shelf.disk and shelf.disk.busy):
             served.stats = loop.stats()
             assert not loop._executor._constraints._lanes, "a matcher was kept for a lane that left"
+            assert backend.memory.held == 0, "memory was kept for a lane that left"
             return served
         first = mail.looks
         events = loop.step()

@@ -205,9 +205,20 @@ async def test_fail_all_ends_every_open_request_here(desk: Desk) -> None:
     for events in (told[0], told[2]):
         end = events[-1]
         assert isinstance(end, Finished)
-        assert (end.reason, end.error, end.usage) == (FinishReason.ERROR, "the engine died", Usage(3, 0))
+        assert (end.reason, end.error, end.usage) == (FinishReason.ERROR, "the engine died", Usage(3, len(events) - 1))
     assert len(desk.client) == 0
     assert not [message for message in desk.sent if isinstance(message, Cancel)]
+
+
+@on_a_loop
+async def test_what_comes_after_fail_all_has_ended_at_once(desk: Desk) -> None:
+    desk.client.fail_all("the engine died")
+    with desk.client.submit(request("a")) as generation:
+        (end,) = await read_all(generation)
+    assert isinstance(end, Finished)
+    assert (end.reason, end.error, end.usage) == (FinishReason.ERROR, "the engine died", Usage(3, 0))
+    assert (desk.sent, len(desk.client)) == ([], 0)
+    await desk.client.emptied()
 
 
 async def a_backlog_is_handed_out_in_shares() -> None:

@@ -12,7 +12,7 @@ from engine.config import EngineConfig
         ({"max_lanes": 8, "round_rows": 8}, "round_rows"),
         ({"draft_tokens": -1}, "draft_tokens"),
         ({"draft_tokens": 32}, "draft_tokens"),
-        ({"inter_token_seconds": -1}, "inter_token_seconds"),
+        ({"itl_target": -1}, "itl_target"),
         ({"history_bytes": -1}, "history_bytes"),
         ({"fill_seconds": 0}, "fill_seconds"),
     ],

@@ -4,18 +4,22 @@ lane only (contract rules 4, 5 and 12).
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
-from backends.base import MaskWords
-from backends.fake import EOS
+from backends.base import Flight, Masks, MaskWords
+from backends.fake import EOS, FakeFlight
 from engine.config import EngineConfig
 from engine.constraints import LaneGrammar, LaneWork, Working
+from engine.loop import Loop
+from engine.messages import Message, Submit
+from scheduler.events import Tokens
 from scheduler.request import FinishReason, Request, Sampling
+from scheduler.round import Window
 from tests.engine.grammars import Chart, ChartMatcher, literal
-from tests.engine.served import Guest, Served, decode, serve
+from tests.engine.served import Guest, Served, Terse, decode, serve
 
 STOPS = frozenset({EOS})
 TEXT = b'{"name": "x", "valid": true}'
@@ -274,3 +278,49 @@ def test_a_grammar_whose_matcher_cannot_be_made_ends_its_lane() -> None:
     run = serve(crowd(Unmade(text.steps, text.ends), literal(TEXT)), EngineConfig(8, 100))
     assert (run.end("bound 0").reason, run.end("bound 0").error) == (FinishReason.ERROR, "the grammar failed")
     assert others_are_plain(run, "bound 0")
+
+
+def test_a_matcher_is_not_asked_anything_while_it_fills_masks_of_a_round_that_failed() -> None:
+    """Its forward could not even be started, so that nobody waits for its masks."""
+    failed, asked = threading.Event(), threading.Event()
+    overlaps: list[bool] = []
+
+    class Lingering(ChartMatcher):
+        def fill(self, words: MaskWords) -> None:
+            if not overlaps:
+                failed.wait(20)
+                overlaps.append(asked.wait(0.3))
+            super().fill(words)
+
+        def forced(self, limit: int) -> tuple[int, ...]:
+            if failed.is_set():
+                asked.set()
+            return super().forced(limit)
+
+    class LingeringChart(Chart):
+        def matcher(self) -> ChartMatcher:
+            return Lingering(self)
+
+    class Failing(Terse):
+        def verify(
+            self, windows: Sequence[Window], after: Flight | None = None, masks: Masks | None = None
+        ) -> FakeFlight:
+            if windows[0].constraint is not None and not failed.is_set():
+                failed.set()
+                raise MemoryError
+            return super().verify(windows, after, masks)
+
+    text = literal(TEXT)
+    mail: list[Message] = [Submit(guest("bound", LingeringChart(text.steps, text.ends)).request)]
+    loop = Loop(
+        Failing(),
+        EngineConfig(2, 40, 4, paced=False),
+        sources=(),
+        mailbox=lambda: [mail.pop() for _ in range(len(mail))],
+        clock=lambda: 0.0,
+    )
+    told: list[int] = []
+    while mail or not loop.idle:
+        told += [token for event in loop.step() if isinstance(event, Tokens) for token in event.tokens]
+    assert overlaps == [False]
+    assert tuple(told) == tuple(TEXT)

@@ -25,7 +25,7 @@ from scheduler.prefix import Match, Tier
 from scheduler.request import FinishReason, Request, Sampling
 from scheduler.round import Store
 from tests.engine.grammars import random_chart
-from tests.engine.served import Guest, Leave, Served, StopString, decode, serve
+from tests.engine.served import Guest, Harm, Leave, Served, StopString, decode, serve
 from tests.engine.shelves import MemorySpill, Shelf
 
 STOPS = frozenset({EOS})
@@ -79,8 +79,8 @@ def runs(draw: st.DrawFn) -> Served:
     lanes = draw(st.integers(1, 5))
     config = EngineConfig(lanes, lanes + draw(st.integers(1, 30)), draw(st.sampled_from([0, 0, 4])))
     sources = draw(st.sampled_from(["", "suffix", "prophet"]))
-    failing = draw(st.sampled_from([(), (), (3, 9)]))
-    return serve(draw(guests()), config, sources, fail_verify=failing, shelf=draw(shelves()))
+    harm = Harm(verify=draw(st.sampled_from([frozenset(), frozenset(), frozenset({3, 99})])))
+    return serve(draw(guests()), config, sources, harm=harm, shelf=draw(shelves()))
 
 
 def assert_right(run: Served) -> None:
@@ -245,7 +245,7 @@ def pieces_of(run: Served) -> Sequence[Piece]:
 
 def test_nothing_is_kept_of_caches_that_are_presumed_lost() -> None:
     guest = Guest(Request("r0", TRUNK, 10, Sampling(0.0)))
-    run = serve([guest], EngineConfig(1, 100, 0), fail_verify=[0], shelf=Shelf())
+    run = serve([guest], EngineConfig(1, 100, 0), harm=Harm(verify=frozenset({0, 1})), shelf=Shelf())
     assert run.end("r0").reason is FinishReason.ERROR
     assert not pieces_of(run)
 
@@ -286,12 +286,13 @@ def test_under_churn_neither_memory_nor_files_pass_their_caps(tmp_path: Path) ->
         lanes[0] = FakeLane()
         for token in tokens:
             lanes[0].feed(token)
-        lane = Lane(Request(f"r{turn}", tuple(tokens), 1), 0, submitted=0.0, admitted=0.0)
+        lane = Lane(Request(f"r{turn}", tuple(tokens), 1), submitted=0.0)
+        lane.seat(0, turn, 0.0)
         cache.reuse.admit(lane, Match())
         lane.cached = len(tokens) - 1
         cache.store(cache.reuse.stores(lane, leaving=True))
         cache.reuse.leave(lane.request.request_id)
-        for piece in cache.reuse.match(Request("next", (*TRUNK, 0), 1)).pieces:
+        for piece in cache.reuse.match(Lane(Request("next", (*TRUNK, 0), 1), submitted=0.0)).pieces:
             if not cache.index.holds(piece.key, Tier.RAM):
                 cache.fetch(piece.key)
         if turn % 3:
@@ -336,7 +337,7 @@ def test_a_read_that_failed_takes_nothing_from_memory_that_came_meanwhile() -> N
 @pytest.mark.parametrize(("length", "most"), [(300, 1), (3000, 7), (9000, 9), (100_000, 9)])
 def test_a_long_prompt_pauses_often_enough_and_not_too_often(length: int, most: int) -> None:
     cache = PrefixCache(FakeBlocks({}, checkpoints=True), 10**6, None, 0, lambda _: None)
-    lane = Lane(Request("r", tuple(range(length)), 1), 0, submitted=0.0, admitted=0.0)
+    lane = Lane(Request("r", tuple(range(length)), 1), submitted=0.0)
     cache.reuse.admit(lane, Match())
     pauses = sorted({0, *lane.stops})
     assert max(lane.stops) == length - 1
@@ -346,7 +347,8 @@ def test_a_long_prompt_pauses_often_enough_and_not_too_often(length: int, most: 
 
 def test_a_stop_string_within_a_block_leaves_no_piece_that_ends_before_it_begins() -> None:
     cache = PrefixCache(FakeBlocks({}, checkpoints=True), 10**6, None, 0, lambda _: None, block=8)
-    lane = Lane(Request("r", TRUNK[:10], 9), 0, submitted=0.0, admitted=0.0)
+    lane = Lane(Request("r", TRUNK[:10], 9), submitted=0.0)
+    lane.seat(0, 0, 0.0)
     cache.reuse.admit(lane, Match())
     lane.tokens += TRUNK[10:20]
     lane.cached = 19

@@ -3,11 +3,13 @@
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
+import msgspec
 import pytest
 
-from backends.base import Backend, Flight
+from backends.base import Backend, Budget, Flight, Masks
 from backends.fake import EOS, FakeFlight
 from engine.client import Generation
 from engine.config import EngineConfig
@@ -131,9 +133,11 @@ async def test_the_backend_is_touched_by_one_thread_alone() -> None:
             super().__init__()
             touched.add(threading.get_ident())
 
-        def verify(self, windows: Sequence[Window], after: Flight | None = None) -> FakeFlight:
+        def verify(
+            self, windows: Sequence[Window], after: Flight | None = None, masks: Masks | None = None
+        ) -> FakeFlight:
             touched.add(threading.get_ident())
-            return super().verify(windows, after)
+            return super().verify(windows, after, masks)
 
         def keep(self, kept: Mapping[int, int]) -> dict[int, int]:
             touched.add(threading.get_ident())
@@ -339,15 +343,33 @@ class ReleasesBadly(Terse):
         raise OSError("the device is gone")
 
 
+class ComputesNothing(Terse):
+    """Breaks at its tenth forward, and for good."""
+
+    forwards = 0
+
+    def verify(self, windows: Sequence[Window], after: Flight | None = None, masks: Masks | None = None) -> FakeFlight:
+        self.forwards += 1
+        if self.forwards > 9:
+            raise MemoryError("the device is gone")
+        return super().verify(windows, after, masks)
+
+
+class Interrupted(Terse):
+    """Raises in a forward what is no Exception."""
+
+    def verify(self, windows: Sequence[Window], after: Flight | None = None, masks: Masks | None = None) -> FakeFlight:
+        raise KeyboardInterrupt
+
+
 @on_a_loop
 async def test_the_engine_survives_a_failed_round() -> None:
     async with engine_of(KeepsBadly) as engine:
         await engine.ready()
-        _, end = await ask(engine, request("a"))
-        assert end.reason is FinishReason.ERROR
+        tokens, end = await ask(engine, request("a"))
+        assert (tokens, end.reason) == (decode(request("a")).tokens, FinishReason.LENGTH)
         assert engine.state is EngineState.READY
-        tokens, end = await ask(engine, request("b"))
-        assert (tokens, end.reason) == (decode(request("b")).tokens, FinishReason.LENGTH)
+        assert engine.stats.failed_forwards == 1
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["plain", "drafted"])
@@ -364,3 +386,109 @@ async def test_when_the_thread_dies_every_stream_ends_with_an_error(config: Engi
         await engine.drain(60)
         await engine.stop()
         assert engine.state is EngineState.BROKEN, "its supervisor must still see it"
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["plain", "drafted"])
+@on_a_loop
+async def test_when_the_backend_is_broken_every_stream_ends_with_an_error(config: EngineConfig) -> None:
+    """Those that are served, and those that wait."""
+    async with engine_of(ComputesNothing, config) as engine:
+        await engine.ready()
+        answers = await asyncio.gather(*(ask(engine, request(f"r{place}", ENDLESS)) for place in range(9)))
+        assert {end.error for _, end in answers} == {"the engine died: BrokenBackendError"}
+        assert any(tokens for tokens, _ in answers), "it had begun well"
+        assert (engine.state, len(engine.client)) == (EngineState.BROKEN, 0)
+
+
+@on_a_loop
+async def test_what_is_no_exception_ends_every_stream_too() -> None:
+    async with engine_of(Interrupted) as engine:
+        _, end = await ask(engine, request("a"))
+        assert (end.reason, end.error) == (FinishReason.ERROR, "the engine died: KeyboardInterrupt")
+        assert (engine.state, len(engine.client)) == (EngineState.BROKEN, 0)
+
+
+def cannot_load() -> Backend:
+    raise LookupError("no such model")
+
+
+@pytest.mark.parametrize("make_backend", [Interrupted, cannot_load])
+def test_a_request_that_comes_after_the_end_fails_at_once(make_backend: Callable[[], Backend]) -> None:
+    """Once, it waited for ever: nobody reads the mailbox any more."""
+
+    async def run() -> None:
+        async with asyncio.timeout(60), engine_of(make_backend) as engine:
+            _, first = await ask(engine, request("a"))
+            for _ in range(2):
+                tokens, end = await ask(engine, request("a"))
+                assert (tokens, end.reason, end.error) == ((), FinishReason.ERROR, first.error)
+                assert len(engine.client) == 0
+            await engine.drain(3600)
+            await engine.stop()
+            _, end = await ask(engine, request("b"))
+            assert end.error == "the engine was stopped"
+
+    asyncio.run(run())
+
+
+# ---- time ------------------------------------------------------------------------------------------------------------
+
+
+@on_a_loop
+async def test_who_has_had_its_time_ends_served_or_not() -> None:
+    """The clock is `time.monotonic`: a deadline that is over ends a request before it is served."""
+    async with engine_of(Terse, EngineConfig(1, 16)) as engine:
+        await engine.ready()
+        with engine.client.submit(request("endless", ENDLESS)) as generation:
+            assert isinstance(await anext(generation), Tokens)
+            late = msgspec.structs.replace(request("late", ENDLESS), deadline=time.monotonic())
+            tokens, end = await ask(engine, late)
+            assert (tokens, end.reason, end.timing.admitted) == ((), FinishReason.DEADLINE, None)
+        soon = msgspec.structs.replace(request("soon", ENDLESS), deadline=time.monotonic() + 0.2)
+        tokens, end = await ask(engine, soon)
+        assert end.reason is FinishReason.DEADLINE
+        assert end.usage.completion_tokens == len(tokens) > 0
+        assert tokens == decode(request("soon", len(tokens))).tokens
+
+
+class Resting(Terse):
+    """Counts how often it may rest."""
+
+    def __init__(self) -> None:
+        super().__init__(budget=Budget(40_000, 1000, 3000))
+        self.rested = threading.Semaphore(0)
+
+    def rest(self) -> None:
+        self.rested.release()
+
+
+@on_a_loop
+async def test_an_idle_engine_says_that_it_is_alive() -> None:
+    backend = Resting()
+    assert Engine(lambda: backend, CONFIGS[0]).beat is None
+    async with engine_of(lambda: backend) as engine:
+        await engine.ready()
+        beats = set()
+        for _ in range(3):
+            await asyncio.to_thread(backend.rested.acquire)
+            beats.add(engine.beat)
+        assert len(beats) == 3
+
+
+@on_a_loop
+async def test_what_memory_is_spent_on_can_be_seen() -> None:
+    backend = Resting()
+    async with engine_of(lambda: backend) as engine:
+        await engine.ready()
+        with engine.client.submit(request("a", ENDLESS)) as generation:
+            assert isinstance(await anext(generation), Tokens)
+            assert isinstance(await anext(generation), Tokens)
+            memory = engine.memory
+            assert memory is not None
+            assert (memory.budget, memory.weights, memory.scratch) == (40_000, 1000, 3000)
+            assert memory.lanes in {256 * 12 * 2**k for k in range(4)}
+        while backend.rested.acquire(blocking=False):
+            continue  # what it rested before is no news
+        await asyncio.to_thread(backend.rested.acquire)
+        assert engine.memory is not None
+        assert engine.memory.lanes == 0

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from scheduler.cost import ROWS, CostTable, RoundShape
 
 SHAPES = st.builds(RoundShape, st.integers(1, 3000), st.booleans(), st.integers(0, 10**6))
+OFTEN = st.builds(RoundShape, st.sampled_from([1, 16, 256]), st.booleans(), st.integers(0, 10**5))
 
 
 def taught(*rounds: tuple[int, bool, float], times: int = 5) -> CostTable:
@@ -33,7 +34,6 @@ def test_whatever_was_observed_prices_are_positive_finite_and_grow_with_rows(
         assert prices == sorted(prices)
         assert all(0 < price < float("inf") for price in prices) if rounds else not any(prices)
     assert 0 < table.seconds(asked) < float("inf") if rounds else table.seconds(asked) == 0
-    assert 1 <= table.rows_within(0.5) <= ROWS[-1]
 
 
 def test_what_was_seen_is_remembered() -> None:
@@ -101,7 +101,34 @@ def test_a_machine_that_slows_down_slows_all_cells_down_not_only_those_that_are_
     assert table.seconds(RoundShape(32, True, 0)) == pytest.approx(0.12, rel=0.25)
 
 
-def test_rows_within_a_time() -> None:
+@given(
+    rounds=st.lists(st.tuples(OFTEN, st.floats(0.001, 1.0)), max_size=30),
+    beside=st.builds(RoundShape, st.integers(0, 200), st.booleans(), st.integers(0, 10**5)),
+    start=st.integers(0, 5000),
+    limit=st.floats(0.0, 2.0),
+)
+def test_rows_within_a_time_are_the_most_that_fill_a_cell_and_take_no_longer(
+    rounds: list[tuple[RoundShape, float]], beside: RoundShape, start: int, limit: float
+) -> None:
+    table = CostTable()
+    for shape, seconds in rounds:
+        table.observe(shape, seconds)
+
+    def takes(rows: int) -> float:
+        return table.seconds(RoundShape(beside.rows + rows, True, beside.attention + rows * (start + rows)))
+
+    rows = table.rows_within(limit, beside, start)
+    full = [total - beside.rows for total in ROWS if total > beside.rows]
+    assert rows == max((rows for rows in full if takes(rows) <= limit), default=0)
+
+
+def test_rows_within_a_time_depend_on_what_is_beside_them_and_on_how_far_the_text_is() -> None:
     table = taught((8, True, 0.05), (64, True, 0.2), (256, True, 0.8))
-    assert table.rows_within(0.25) == 224, "cells that were not seen are thought to cost what the next smaller does"
-    assert table.rows_within(0.01) == 1
+    alone = RoundShape(0, False, 0)
+    assert table.rows_within(0.25, alone, 0) == 224, "cells that were not seen cost what the next smaller does"
+    assert table.rows_within(0.25, RoundShape(100, False, 0), 0) == 124
+    assert table.rows_within(0.001, RoundShape(8, False, 0), 0) == 0
+    assert CostTable().rows_within(0.0, alone, 0) == ROWS[-1], "nothing is known of any round"
+    for attention in range(0, 70_000, 1000):
+        table.observe(RoundShape(64, True, attention), 0.2 + 1e-5 * attention)
+    assert 0 < table.rows_within(0.25, alone, 1000) < table.rows_within(0.25, alone, 0)

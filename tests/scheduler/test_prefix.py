@@ -167,6 +167,47 @@ def test_what_is_lost_takes_along_what_hangs_under_it() -> None:
     assert index.stats(Tier.SSD).bytes == 12
 
 
+def test_less_memory_drives_out_what_saves_least_and_leaves_what_is_in_use() -> None:
+    index = filled(range(12), range(100, 112))
+    first, second = blocks_of(range(12)), blocks_of(range(100, 112))
+    index.pin((first[1].key,))
+    assert index.unyielding(Tier.RAM) == 20, "what is pinned, and what it hangs under"
+    assert index.limit(40) == ((first[2].key, second[2].key), ())
+    assert index.limit(0) == ((second[1].key, second[0].key), ())
+    assert index.stats(Tier.RAM).bytes == 20
+    index.unpin((first[1].key,))
+    assert index.unyielding(Tier.RAM) == 0
+    assert set(index.limit(0)[0]) == {piece.key for piece in first[:2]}
+
+
+def test_what_hangs_on_the_ssd_under_something_that_only_memory_had_is_forgotten_and_nothing_else() -> None:
+    """A block on both, one in memory alone, one on the SSD alone."""
+    index = filled(range(12), ssd=1000)
+    both, memory, disk = blocks_of(range(12))
+    for piece in (both, memory, disk):
+        assert index.reserve(piece.key, 10).granted
+        index.written(piece.key)
+    assert index.limit(20) == ((disk.key,), ())
+    assert index.lost(memory.key) == ()
+    assert index.limit(0) == ((both.key,), (memory.key, disk.key))
+    assert index.match(ROOT, range(12)).pieces == (both,)
+    assert index.holds(both.key, Tier.SSD)
+
+
+def test_what_something_on_its_way_hangs_under_stays() -> None:
+    index = filled(range(8), ssd=1000)
+    above, below = blocks_of(range(8))
+    assert index.reserve(below.key, 10).granted
+    index.written(below.key)
+    assert index.limit(10) == ((below.key,), ())
+    index.limit(20)
+    assert index.load(below.key).granted
+    assert index.limit(0) == ((), ())
+    assert index.unyielding(Tier.RAM) == 20
+    assert index.loaded(below.key, 10)
+    assert index.limit(0) == ((below.key,), (above.key, below.key))
+
+
 class Life(RuleBasedStateMachine):
     """Pieces of few texts, in two small tiers, against what a dictionary says of them."""
 
@@ -180,6 +221,8 @@ class Life(RuleBasedStateMachine):
         self.writing: set[Key] = set()
         self.pins: list[Key] = []
         self.known: dict[Key, Piece] = {}
+        self.over = 0
+        """What is in memory beyond its cap, because it was in use when that was set."""
 
     def drop(self, tier: Tier, keys: Sequence[Key]) -> None:
         for key in keys:
@@ -276,12 +319,40 @@ class Life(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        for key in self.index.clear():
+        self.forget(self.index.clear())
+
+    def forget(self, keys: Sequence[Key]) -> None:
+        for key in keys:
             assert key not in self.pins
             assert key not in self.writing
             assert key not in self.reading
+            assert key not in self.index
             self.model[Tier.RAM].pop(key, None)
             self.model[Tier.SSD].pop(key, None)
+
+    @rule(most=st.integers(0, 100))
+    def limit(self, most: int) -> None:
+        """What is in use stays, and nothing else that is too much; the SSD loses nothing that can be had without it."""
+        only_here = self.model[Tier.RAM].keys() - self.model[Tier.SSD].keys()
+        fitted = sum(self.model[Tier.RAM].values()) <= most
+        in_use = self.bytes_in_use()
+        gone, forgotten = self.index.limit(most)
+        self.drop(Tier.RAM, gone)
+        self.forget(forgotten)
+        left = sum(self.model[Tier.RAM].values())
+        assert left <= max(most, in_use)
+        assert not (fitted and (gone or forgotten))
+        for key in forgotten:
+            assert any(above in only_here and above in forgotten for above in self.lineage(key))
+        self.over = max(0, left - most)
+
+    def bytes_in_use(self) -> int:
+        used = {above for key in {*self.pins, *self.reading, *self.writing} for above in self.lineage(key)}
+        return sum(size for key, size in self.model[Tier.RAM].items() if key in used)
+
+    @invariant()
+    def it_is_known_what_cannot_go(self) -> None:
+        assert self.index.unyielding(Tier.RAM) == self.bytes_in_use()
 
     @rule(text=texts)
     def match(self, text: list[int]) -> None:
@@ -305,9 +376,12 @@ class Life(RuleBasedStateMachine):
     def accounts_are_right_and_caps_hold(self) -> None:
         for tier in Tier:
             stats = self.index.stats(tier)
-            assert stats.bytes == sum(self.model[tier].values()) <= stats.most
+            over = self.over if tier is Tier.RAM else 0
+            assert stats.bytes == sum(self.model[tier].values()) <= stats.most + over
             assert {piece.key for piece in self.index.pieces(tier)} == set(self.model[tier])
             assert stats.pieces == len(self.model[tier])
+        ram = self.index.stats(Tier.RAM)
+        self.over = min(self.over, max(0, ram.bytes - ram.most))
 
     @invariant()
     def nothing_hangs_in_the_air(self) -> None:

@@ -11,7 +11,7 @@ from typing import Protocol
 import mlx.core as mx
 import msgspec
 
-from backends.mlx.caches.groups import Change, Move, Resize
+from backends.groups import Change, Move, Resize
 from backends.mlx.caches.sight import EVERYTHING, Sight
 
 
@@ -95,13 +95,29 @@ class LayerBuffers:
         """The last plane, which may be the first."""
         return self.planes[-1]
 
-    def apply(self, change: Change) -> None:
-        """Resize a group or copy one lane to another seat."""
+    def row_bytes(self, capacity: int) -> int:
+        """What one row of a class takes over all planes."""
+        return self.sight.places(capacity) * sum(plane.heads * plane.dim * plane.dtype.size for plane in self.shapes)
+
+    def largest_plane(self, capacity: int) -> int:
+        """What the largest plane has of that."""
+        return self.sight.places(capacity) * max(plane.heads * plane.dim * plane.dtype.size for plane in self.shapes)
+
+    def apply(self, *changes: Change) -> None:
+        """Resize groups and copy lanes to other seats, in order.
+
+        Where anything is copied, it is evaluated plane by plane: at no time is more than one plane held twice.
+        """
         for plane, buffers in zip(self.shapes, self.planes, strict=True):
-            if isinstance(change, Resize):
-                self._resize(buffers, change, plane)
-            else:
-                _copy(buffers, change)
+            copies = False
+            for change in changes:
+                if isinstance(change, Resize):
+                    copies = self._resize(buffers, change, plane) or copies
+                else:
+                    copies = True
+                    _copy(buffers, change)
+            if copies:
+                mx.eval(list(buffers.values()))
 
     def write(self, write: Write, *packed: mx.array) -> None:
         """Store what is packed for each plane, `[rows, heads, 1, dim]`, where `write` says."""
@@ -124,15 +140,20 @@ class LayerBuffers:
         """All buffers, to be evaluated where nothing else depends on them."""
         return [buffer for buffers in self.planes for buffer in buffers.values()]
 
-    def _resize(self, buffers: dict[int, mx.array], change: Resize, plane: Plane) -> None:
+    def _resize(self, buffers: dict[int, mx.array], change: Resize, plane: Plane) -> bool:
+        """Whether rows were copied."""
         old = buffers.pop(change.capacity, None)
         if change.rows == 0:
-            return
+            return False
+        if old is not None and change.rows < old.shape[0]:
+            buffers[change.capacity] = mx.contiguous(old[: change.rows])
+            return True
         places = self.sight.places(change.capacity)
         buffer = mx.zeros((change.rows, plane.heads, places, plane.dim), plane.dtype)
         if old is not None:
             buffer[: old.shape[0]] = old
         buffers[change.capacity] = buffer
+        return old is not None
 
 
 def _copy(buffers: dict[int, mx.array], move: Move) -> None:

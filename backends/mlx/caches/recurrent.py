@@ -2,7 +2,7 @@
 
 A state is never written in place. A lane holds a reference to a row of the batch that its newest call made, so that the
 state before a round is kept, copied to a sibling or gone back to for nothing. Lanes that are fed together again in the
-same order use that batch as it is.
+same order use that batch as it is; one that is not fed with the others any more gets a copy of its own.
 """
 
 from collections.abc import Iterable, Sequence
@@ -49,6 +49,12 @@ class RecurrentCache(ArraysCache):  # type: ignore[misc]  # mlx-lm's is untyped;
         """Forget a lane. Idempotent."""
         self._states.pop(slot, None)
 
+    def own(self, slots: Iterable[int]) -> None:
+        """Copy these lanes' states out of batches that they share, which would else live on with them."""
+        for slot in slots:
+            self._states[slot] = tuple(_alone(row) for row in self.state(slot))
+        mx.eval([row.batch for slot in slots for row in self._states[slot] if row is not None])
+
     def clear(self) -> None:
         """Forget all lanes."""
         self._states.clear()
@@ -94,6 +100,12 @@ class RecurrentCache(ArraysCache):  # type: ignore[misc]  # mlx-lm's is untyped;
 
     def advance(self, _: int) -> None:
         """Nothing is padded, so nothing counts down."""
+
+
+def _alone(row: Row | None) -> Row | None:
+    if row is None or row.batch.shape[0] == 1:
+        return row
+    return Row(mx.take(row.batch, mx.array([row.row]), axis=0), 0)
 
 
 def _together(rows: Iterable[Row | None]) -> mx.array | None:

@@ -18,7 +18,7 @@ from backends.mlx import exponential
 from backends.mlx.adjust import Adjustments, LaneTables
 from backends.mlx.rows import SampledRow
 from backends.mlx.sampler import DrawnRows, draw
-from backends.mlx.verify import Draws, Forward
+from backends.mlx.verify import Draws, Forward, LaneStore
 from scheduler.draft import Draft, DraftAsk
 from scheduler.pieces import BLOCK_TOKENS
 from scheduler.round import History, Window
@@ -151,6 +151,16 @@ class DraftModel:
         self._slots = count()
         self._tables = LaneTables()
         self._exp = exponential.best_exp()
+
+    @property
+    def store(self) -> LaneStore:
+        """Where its lanes sit."""
+        return self._forward.store
+
+    @property
+    def context_length(self) -> int:
+        """The most tokens of a lane, draft included."""
+        return self._facts.context_length
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
         """A draft for every lane that is caught up with in one forward, and for one at least; then a forward for each

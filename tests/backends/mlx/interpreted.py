@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 import numpy as np
 
+from backends.groups import LaneGroups
 from backends.mlx.caches.buffers import ScatterWrite, SliceWrite, Write
-from backends.mlx.caches.groups import LaneGroups
 from backends.mlx.caches.sight import EVERYTHING, Sight
 from backends.mlx.layout import PackedLayout, Rectangle
 from backends.mlx.rectangle import PaddedLayout

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from mlx_lm.generate import generate_step
 
-from backends.base import Blocks, Flight, Masks, ModelInfo
+from backends.base import Blocks, Flight, Masks, MemoryUse, ModelInfo
 from backends.mlx.backend import MLXBackend, MLXFlight
 from backends.mlx.build import paths, prepare
 from backends.mlx.runtime import load_blas, set_blas_threads
@@ -19,6 +19,7 @@ from engine.config import EngineConfig
 from engine.loop import Loop
 from engine.messages import Message, Submit
 from engine.prefix import PrefixCache
+from scheduler.admission import LaneMemory
 from scheduler.draft import Draft, DraftAsk, DraftSource
 from scheduler.events import Finished, TokenLogprob, Tokens
 from scheduler.pace import Headlong
@@ -166,6 +167,16 @@ class RecordingBackend:
     def verify(self, windows: Sequence[Window], after: Flight | None = None, masks: Masks | None = None) -> MLXFlight:
         self._launched.append(tuple(windows))
         return self._backend.verify(windows, after, masks)
+
+    @property
+    def memory(self) -> LaneMemory:
+        return self._backend.memory
+
+    def use(self) -> MemoryUse:
+        return self._backend.use()
+
+    def rest(self) -> None:
+        self._backend.rest()
 
     def keep(self, kept: Mapping[int, int]) -> dict[int, int]:
         cached = self._backend.keep(kept)

@@ -12,9 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from backends.groups import LaneGroups, Move, Resize, Seat
 from backends.mlx.backend import MLXBackend
 from backends.mlx.caches.buffers import LayerBuffers, LayerShape, ScatterWrite, SliceWrite
-from backends.mlx.caches.groups import LaneGroups, Move, Resize, Seat
 from backends.mlx.caches.sight import EVERYTHING, Sight
 from backends.mlx.layout import packed_layout
 from scheduler.round import Window
@@ -32,8 +32,8 @@ class Buffers(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        self.groups = LaneGroups()
         self.buffers = LayerBuffers(NARROW, self.sight)
+        self.groups = LaneGroups(row_bytes=self.buffers.row_bytes)
         self.keys: dict[int, np.ndarray] = {}
         self.values: dict[int, np.ndarray] = {}
         self.written = 0
@@ -73,6 +73,17 @@ class Buffers(RuleBasedStateMachine):
             self.buffers.apply(change)
         self.keys.pop(slot, None)
         self.values.pop(slot, None)
+
+    @rule(spare=st.integers(0, 2000))
+    def limit(self, spare: int) -> None:
+        """Rows are given back; whoever sits behind a free one moves."""
+        needed = self.groups.needed({slot: len(keys) for slot, keys in self.keys.items()})
+        for change in self.groups.limit(needed + spare):
+            self.buffers.apply(change)
+
+    @invariant()
+    def they_take_what_is_said(self) -> None:
+        assert self.groups.held == sum(array.nbytes for array in self.buffers.arrays())
 
     @precondition(lambda self: self.keys)
     @invariant()

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from backends.groups import LaneGroups
 from backends.mlx.caches.buffers import SliceWrite
-from backends.mlx.caches.groups import LaneGroups
 from backends.mlx.caches.sight import HEADROOM, Sight, held
 from backends.mlx.layout import WIDEST_SHARED, packed_layout, width_class
 from backends.mlx.rectangle import padded_layout

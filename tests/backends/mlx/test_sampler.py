@@ -186,6 +186,81 @@ def test_a_row_alone_draws_what_it_draws_in_a_crowd(
             assert [token for token, _ in one.top] == [token for token, _ in other.top]
 
 
+# ---- rows that are no numbers ----------------------------------------------------------------------------------------
+
+SPOILS = {
+    "NaN": lambda row, place: row.__setitem__(place, np.nan),
+    "negative NaN": lambda row, place: row.__setitem__(place, -np.float32(np.nan)),
+    "all NaN": lambda row, _place: row.fill(np.nan),
+    "plus infinity": lambda row, place: row.__setitem__(place, np.inf),
+    "both infinities": lambda row, place: row.__setitem__([place, place - 1], [np.inf, -np.inf]),
+    "all minus infinity": lambda row, _place: row.fill(-np.inf),
+}
+
+
+@settings(max_examples=150)
+@given(
+    company=st.sampled_from([9, 40, WIDE, 2048]).flatmap(
+        lambda vocabulary: st.tuples(st.just(vocabulary), st.lists(lanes(vocabulary), min_size=1, max_size=5))
+    ),
+    seed=st.integers(0, 10**6),
+    spread=st.sampled_from([0.05, 4.0]),
+    dtype=st.sampled_from([mx.float32, mx.float32, mx.float16, mx.bfloat16]),
+    data=st.data(),
+)
+def test_rows_that_are_no_numbers_are_told_and_no_other_row_is_drawn_otherwise(
+    company: tuple[int, list[Lane]], seed: int, spread: float, dtype: mx.Dtype, data: st.DataObject
+) -> None:
+    """With masks, penalties, truncation and log-probabilities; to the bit."""
+    vocabulary, crowd = company
+    rows = [row for lane in crowd for row in lane.rows()]
+    spoiled = data.draw(st.sets(st.integers(0, len(rows) - 1)))
+    clean = random_logits(seed, len(rows), vocabulary, spread)
+    clean[:, list(data.draw(st.sets(st.integers(0, vocabulary - 1), max_size=3)))] = -np.inf
+    bad = clean.copy()
+    for row in spoiled:
+        data.draw(st.sampled_from(list(SPOILS.values())))(bad[row], data.draw(st.integers(0, vocabulary - 1)))
+    masks = [lane.allowed(vocabulary) for lane in crowd]
+    everything = [
+        np.ones((len(lane.draft) + 1, vocabulary), np.bool_) if mask is None else mask
+        for lane, mask in zip(crowd, masks, strict=True)
+    ]
+    allowed = None if all(mask is None for mask in masks) else np.concatenate(everything)
+    windows = [lane.window(slot) for slot, lane in enumerate(crowd)]
+
+    def read(logits: np.ndarray) -> ReadRows:
+        adjustments = LaneTables().adjustments(windows, vocabulary)
+        return draw(mx.array(logits).astype(dtype), rows, adjustments=adjustments, allowed=allowed).read()
+
+    told, plain = read(bad), read(clean)
+    assert plain.broken == frozenset()
+    assert told.broken == spoiled
+    first = 0
+    for lane in crowd:
+        last = first + len(lane.draft) + 1
+        window = told.window(first, last)
+        assert len(window.tokens) == last - first
+        assert all(0 <= token < vocabulary for token in window.tokens)
+        if spoiled.isdisjoint(range(first, last)):
+            assert window == plain.window(first, last)
+        else:
+            assert window.error is not None
+            assert window.logprobs == ()
+        first = last
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0, 3), Sampling(1.0, 3, top_p=0.9), Sampling(1.0, 3, top_k=5)])
+def test_tokens_that_a_model_forbids_are_no_fault(sampling: Sampling) -> None:
+    """Nor are logits whose sum is past float32."""
+    logits = random_logits(4, 3, WIDE, 2.0)
+    logits[0, 3:] = -np.inf
+    logits[1] *= np.float32(1e37)
+    read = drawn_rows(logits, [SampledRow(sampling, place) for place in range(3)])
+    assert read.broken == frozenset()
+    assert read.tokens[0] < 3
+    assert read.window(0, 3).error is None
+
+
 # ---- greedy and warm rows --------------------------------------------------------------------------------------------
 
 PLAIN = st.builds(Sampling, st.sampled_from([0.0, 0.0, 0.5, 1.0, 2.0]), st.integers(0, 2**64 - 1), st.integers(0, 3))
