@@ -1,29 +1,71 @@
-"""The bytes of a request's body, up to a limit."""
+"""The bytes of bodies: a request's, up to a limit of its own and one of all together; a response's, piece by piece."""
 
-from starlette.types import Receive, Scope
+from collections.abc import Callable
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from api.errors import ApiError
+from api.metrics import Refusal
+
+_PIECE = 64 * 1024
+"""So much of a response is handed over at once. A slow client has the time of one write for each."""
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes | None:
-    """The whole body; None if the client left in the middle of it.
+class Bodies:
+    """The bodies of requests that are being read. Lives on the event loop."""
 
-    Raises a 413 as soon as the body says, or turns out, to be longer than `limit` bytes; the rest is not read.
-    """
-    if _announced(scope) > limit:
-        raise _too_large(limit)
-    parts: list[bytes] = []
-    length = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(message.get("body", b""))
-        length += len(parts[-1])
-        if length > limit:
-            raise _too_large(limit)
-        if not message.get("more_body", False):
-            return b"".join(parts)
+    def __init__(self, most: int, together: int, refused: Callable[[Refusal], None]) -> None:
+        """One takes `most` bytes at most, and all of them `together`. `refused` counts those that do not fit."""
+        self._most = most
+        self._together = together
+        self._refused = refused
+        self.held = 0
+        """Bytes of bodies whose end has not come yet."""
+
+    async def read(self, scope: Scope, receive: Receive) -> bytes | None:
+        """The whole body; None if the client left in the middle of it. To be parsed before anything is awaited: then no
+        other body grows beside it.
+
+        Raises a 413 as soon as the body says, or turns out, to be longer than it may be, and a 503 where all of them
+        are; the rest is not read.
+        """
+        if _announced(scope) > self._most:
+            raise _too_large(self._most)
+        body = bytearray()
+        try:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                more = message.get("body", b"")
+                body += more
+                self.held += len(more)
+                self._check(len(body))
+                if not message.get("more_body", False):
+                    return bytes(body)
+        finally:
+            self.held -= len(body)
+
+    def _check(self, length: int) -> None:
+        if length > self._most:
+            raise _too_large(self._most)
+        if self.held > self._together:
+            self._refused(Refusal.BODY)
+            message = "too many large bodies are being read; try again later"
+            raise ApiError(503, message, code="too_many_bodies", retry_after=1, headers=_CLOSE)
+
+
+async def send_whole(response: Response, send: Send) -> None:
+    """Send a response whose body is complete, in pieces: each waits until those before it were taken."""
+    body = bytes(response.body)
+    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+    for begin in range(0, max(1, len(body)), _PIECE):
+        more = begin + _PIECE < len(body)
+        await send({"type": "http.response.body", "body": body[begin : begin + _PIECE], "more_body": more})
+
+
+_CLOSE = (("connection", "close"),)
 
 
 def _announced(scope: Scope) -> int:
@@ -34,5 +76,4 @@ def _announced(scope: Scope) -> int:
 
 
 def _too_large(limit: int) -> ApiError:
-    message = f"the body is larger than the limit of {limit} bytes"
-    return ApiError(413, message, code="body_too_large", headers=(("connection", "close"),))
+    return ApiError(413, f"the body is larger than the limit of {limit} bytes", code="body_too_large", headers=_CLOSE)

@@ -18,9 +18,12 @@ from rich.console import Console
 from rich.table import Table
 
 from api.cache_cli import cache
+from api.notify import supervision_of
+from api.service_cli import service
+from api.sockets import passed_of
 from backends.base import MOST_DRAFT_TOKENS, KVQuantization
 from backends.grammar.limits import Limits
-from backends.mlx.runtime import BlasChoice, DtypePolicy, load_blas
+from backends.mlx.runtime import BlasChoice, DtypePolicy, MemoryLimit, load_blas
 from engine.config import EngineConfig, PrefixConfig
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -35,6 +38,7 @@ app = typer.Typer(
 models = typer.Typer(help="The models on this machine.", no_args_is_help=True)
 app.add_typer(models, name="models")
 app.add_typer(cache, name="cache")
+app.add_typer(service, name="service")
 
 _ENGINE = EngineConfig()
 _GRAMMARS = Limits()
@@ -48,6 +52,16 @@ def size(text: str) -> int:
         raise typer.BadParameter(f"{text!r} is no size: a number of bytes, or one like 512MiB or 20GB")
     number, unit, binary = told.groups()
     return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(unit.lower() or " "))
+
+
+def memory_limit(text: str) -> MemoryLimit:
+    """Bytes as of `size`, or a share (`75%`)."""
+    share = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
+    if share is None:
+        return MemoryLimit(size(text))
+    if not 0 < float(share[1]) <= 100:
+        raise typer.BadParameter(f"{text!r} is no share: from above 0% to 100%")
+    return MemoryLimit(share=float(share[1]) / 100)
 
 
 HostFlag = Annotated[str, typer.Option(help="Address to listen on; others than the loopback need --api-key-file.")]
@@ -72,6 +86,23 @@ def home_folder() -> Path:
     return (Path(cache) if cache else Path.home() / ".cache") / "paceline"
 
 
+def home_is_told() -> bool:
+    """Whether somebody has chosen where models live."""
+    return bool(os.environ.get("PACELINE_HOME"))
+
+
+def config_folder() -> Path:
+    """`XDG_CONFIG_HOME`, else where it is by default."""
+    told = os.environ.get("XDG_CONFIG_HOME")
+    return Path(told) if told else Path.home() / ".config"
+
+
+def is_told(context: typer.Context, flag: str) -> bool:
+    """Whether a flag was given, and not left to its default."""
+    source = context.get_parameter_source(flag)
+    return source is not None and source.name != "DEFAULT"
+
+
 def default_prefix_folder(backend: str) -> Path | None:
     """The pseudo-model leaves no files unless it is told to."""
     return home_folder() / "prefix" if backend == "mlx" else None
@@ -79,6 +110,7 @@ def default_prefix_folder(backend: str) -> Path | None:
 
 @app.command()
 def serve(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="Installed name, folder, or hub repository.")] = DEFAULT_MODEL,
     host: HostFlag = "127.0.0.1",
     port: PortFlag = 8321,
@@ -106,6 +138,14 @@ def serve(
     history_bytes: Annotated[
         int, typer.Option(min=0, help="Memory for texts that later requests are drafted from; 0: off.")
     ] = _ENGINE.history_bytes,
+    memory: Annotated[
+        MemoryLimit,
+        typer.Option(
+            parser=memory_limit,
+            metavar="SIZE",
+            help="All that weights, lanes, earlier texts and rounds may hold: a size, or a share of what there is.",
+        ),
+    ] = "75%",  # type: ignore[assignment]
     prefix_ram: Annotated[
         int, typer.Option(parser=size, metavar="SIZE", help="Memory for beginnings of earlier texts; 0: off.")
     ] = "2GiB",  # type: ignore[assignment]  # typer has it parsed
@@ -118,9 +158,10 @@ def serve(
     prefix_write_rate: Annotated[
         int, typer.Option(parser=size, metavar="SIZE", help="Bytes a second written to those files; 0: no limit.")
     ] = "100MB",  # type: ignore[assignment]
-    inter_token_seconds: Annotated[
-        float, typer.Option(min=0, help="How long prefill may make a round while others decode; 0: no limit.")
-    ] = _ENGINE.inter_token_seconds,
+    itl_target: Annotated[
+        float,
+        typer.Option(min=0, help="Milliseconds that prefill may make a round long while others decode; 0: no limit."),
+    ] = 1000 * _ENGINE.itl_target,
     fill_seconds: Annotated[
         float, typer.Option(help="How long a grammar may take for one round of one lane.")
     ] = _ENGINE.fill_seconds,
@@ -134,7 +175,26 @@ def serve(
     dtype: Annotated[DtypePolicy, typer.Option(help="What weights are held in; checkpoint: as stored.")] = "auto",
     blas: BlasFlag = "auto",
     drain_seconds: Annotated[float, typer.Option(min=0, help="Time that requests have to end on SIGTERM.")] = 30.0,
+    stall_seconds: Annotated[
+        float,
+        typer.Option(min=0, help="After so long in one round an engine is stuck, and the process ends; 0: never."),
+    ] = 120.0,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="The largest body of a request.")] = 32 * 1024 * 1024,
+    max_queue: Annotated[int, typer.Option(min=0, help="Requests that may wait for a lane; more are refused.")] = 256,
+    max_requests_per_key: Annotated[
+        int, typer.Option(min=0, help="Requests that one API key may have open; 0: no limit.")
+    ] = 0,
+    request_seconds: Annotated[
+        float, typer.Option(min=0, help="How long a request may take from its arrival to its end; 0: no limit.")
+    ] = 0.0,
+    write_seconds: Annotated[
+        float, typer.Option(min=0.1, help="How long a client may leave what it was sent unread.")
+    ] = 60.0,
+    head_seconds: Annotated[float, typer.Option(min=0.1, help="How long a request's head may take to come.")] = 10.0,
+    max_connections: Annotated[int, typer.Option(min=1, help="Connections that may be open at once.")] = 1024,
+    fault_plan: Annotated[
+        Path | None, typer.Option(help="For tests: fail as this JSON file says; see backends/fault_plan.py.")
+    ] = None,
     log_level: Annotated[LogLevel, typer.Option(help="The least important that is logged.")] = "info",
 ) -> None:
     """Serve MODEL over HTTP until a signal comes."""
@@ -152,6 +212,7 @@ def serve(
             backend=backend,
             dtype=dtype,
             blas=blas,
+            memory=memory,
             host=host,
             port=port,
             uds=uds,
@@ -160,12 +221,19 @@ def serve(
             served_name=served_name,
             max_body_bytes=max_body_bytes,
             drain_seconds=drain_seconds,
+            stall_seconds=stall_seconds,
+            max_queue=max_queue,
+            max_requests_per_key=max_requests_per_key,
+            request_seconds=request_seconds,
+            write_seconds=write_seconds,
+            head_seconds=head_seconds,
+            max_connections=max_connections,
             engine=EngineConfig(
                 max_lanes=max_lanes,
                 round_rows=round_rows,
                 draft_tokens=draft_tokens,
                 paced=pace,
-                inter_token_seconds=inter_token_seconds,
+                itl_target=itl_target / 1000,
                 history_bytes=history_bytes,
                 prefix=PrefixConfig(
                     prefix_ram, prefix_ssd, prefix_dir or default_prefix_folder(backend), prefix_write_rate
@@ -173,6 +241,10 @@ def serve(
                 fill_seconds=fill_seconds,
             ),
             grammars=Limits(seconds=grammar_seconds, cache_bytes=grammar_cache_bytes),
+            fault_plan=fault_plan,
+            supervision=supervision_of(os.environ, os.getpid()),
+            passed=passed_of(os.environ, os.getpid()),
+            tcp_told=is_told(context, "host") or is_told(context, "port"),
         )
         outcome = run(launch, Console())
     except (RuntimeError, OSError, ValueError) as error:

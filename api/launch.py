@@ -6,8 +6,9 @@ BLAS, and never for another backend.
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -15,14 +16,19 @@ import msgspec
 from rich.console import Console
 from rich.panel import Panel
 
+from api.connection import allow_open_files
+from api.notify import Notifier, Supervision
 from api.progress import Display, display_on, megabytes
 from api.security import is_loopback, read_api_keys
-from api.server import Outcome, Process
+from api.server import STALL_SECONDS, Outcome, Process
 from api.service import ServedModel, Service, Settings
-from api.sockets import Listeners
-from backends.base import Backend, KVQuantization
+from api.signals import Signals
+from api.sockets import Listeners, Passed, adopt, tcp_address
+from backends.base import Backend, Budget, KVQuantization
+from backends.fault_plan import read_plan
+from backends.faults import FaultyBackend
 from backends.grammar.limits import Limits
-from backends.mlx.runtime import Blas, BlasChoice, Device, DtypePolicy, describe_device, load_blas
+from backends.mlx.runtime import Blas, BlasChoice, Device, DtypePolicy, MemoryLimit, describe_device, load_blas
 from engine.config import EngineConfig, PrefixConfig
 from engine.thread import Engine
 
@@ -45,6 +51,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     backend: BackendName
     dtype: DtypePolicy
     blas: BlasChoice
+    memory: MemoryLimit = MemoryLimit()
     host: str
     port: int
     uds: Path | None
@@ -53,22 +60,51 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     served_name: str | None
     max_body_bytes: int
     drain_seconds: float
+    stall_seconds: float = STALL_SECONDS
+    max_queue: int = 256
+    max_requests_per_key: int = 0
+    request_seconds: float = 0.0
+    write_seconds: float = 60.0
+    head_seconds: float = 10.0
+    max_connections: int = 1024
     engine: EngineConfig
     grammars: Limits = Limits()
+    fault_plan: Path | None = None
+    supervision: Supervision = Supervision()
+    passed: tuple[Passed, ...] = ()
+    """Sockets that a service manager has opened."""
+    tcp_told: bool = True
+    """Whether `host` or `port` was said, and not only presumed."""
 
 
 def serve(launch: Launch, console: Console) -> Outcome:
     """Run the server to its end. Raises UsageError, BindError, OSError and ValueError before it has begun."""
     refuse_contradictions(launch)
-    settings = settings_of(launch)
-    with Listeners(launch.host, launch.port, launch.uds) as listeners, closing(display_on(console)) as display:
-        engine = Engine(make_backend(launch, display, console), launch.engine)
+    passed = adopt(launch.passed)
+    settings = settings_of(launch, passed)
+    allow_open_files(settings.max_connections)
+    host, uds = own_addresses(launch, passed)
+    with (
+        Signals() as signals,
+        Listeners(host, launch.port, uds, passed) as listeners,
+        closing(display_on(console)) as display,
+    ):
+        engine = Engine(with_faults(launch, make_backend(launch, display, console)), launch.engine)
 
         def ready(model: ServedModel) -> None:
             display.close()
             announce(console, launch, listeners, model)
 
-        process = Process(Service(engine, settings), listeners, launch.drain_seconds, ready)
+        process = Process(
+            Service(engine, settings),
+            listeners,
+            launch.drain_seconds,
+            ready,
+            signals=signals,
+            notifier=Notifier(launch.supervision),
+            stall_seconds=launch.stall_seconds,
+            loading=launch.model,
+        )
         with asyncio.Runner(loop_factory=_new_event_loop) as runner:
             outcome = runner.run(process.run())
     return outcome
@@ -93,19 +129,44 @@ def refuse_contradictions(launch: Launch) -> None:
         raise UsageError("--draft-tokens 0 turns drafting off: that goes without --draft-model")
 
 
-def settings_of(launch: Launch) -> Settings:
+def own_addresses(launch: Launch, passed: Sequence[socket.socket]) -> tuple[str | None, Path | None]:
+    """Host and file that are bound here. A passed socket stands in for what would be bound of its kind; where one is
+    passed, the other kind is bound only if a flag asks for it.
+    """
+    has_tcp = any(tcp_address(one) is not None for one in passed)
+    has_unix = any(one.family == socket.AF_UNIX for one in passed)
+    binds_tcp = launch.tcp_told if has_unix else True
+    return None if has_tcp or not binds_tcp else launch.host, None if has_unix else launch.uds
+
+
+def settings_of(launch: Launch, passed: Sequence[socket.socket] = ()) -> Settings:
     """The HTTP side's settings. Raises UsageError, OSError and ValueError."""
     keys = read_api_keys(launch.api_key_file) if launch.api_key_file else ()
-    if not keys and not is_loopback(launch.host.lower()):
-        raise UsageError(f"--host {launch.host} is open to other machines: that needs --api-key-file")
-    any_address = launch.host in _ANY_ADDRESS
-    own_names = {socket.gethostname(), f"{socket.gethostname()}.local"} if any_address else {launch.host}
+    own_host, _ = own_addresses(launch, passed)
+    told = {f"--host {own_host}": own_host} if own_host is not None else {}
+    told |= {f"the passed socket on {address[0]}": address[0] for one in passed if (address := tcp_address(one))}
+    for words, host in told.items():
+        if not keys and not is_loopback(host.lower()):
+            raise UsageError(f"{words} is open to other machines: that needs --api-key-file")
+    if launch.max_requests_per_key and not keys:
+        raise UsageError("--max-requests-per-key is about API keys: that needs --api-key-file")
+    hosts = set(told.values())
+    any_address = not _ANY_ADDRESS.isdisjoint(hosts)
+    own_names = hosts - _ANY_ADDRESS
+    if any_address:
+        own_names |= {socket.gethostname(), f"{socket.gethostname()}.local"}
     return Settings(
         served_name=launch.served_name,
         api_keys=keys,
         allowed_hosts=frozenset(own_names.union(launch.allowed_hosts)),
         any_address=any_address,
         max_body_bytes=launch.max_body_bytes,
+        max_open=launch.engine.max_lanes + launch.max_queue,
+        max_requests_per_key=launch.max_requests_per_key,
+        request_seconds=launch.request_seconds,
+        write_seconds=launch.write_seconds,
+        head_seconds=launch.head_seconds,
+        max_connections=launch.max_connections,
         grammars=launch.grammars,
     )
 
@@ -115,7 +176,8 @@ def make_backend(launch: Launch, display: Display, console: Console) -> Callable
     if launch.backend == "fake":
         from backends.fake import FakeBackend
 
-        return FakeBackend
+        size = launch.memory.bytes  # it has no weights and takes next to nothing: a share of the machine is no limit
+        return partial(FakeBackend, budget=None if size is None else Budget(size, 0, 0))
 
     blas = load_blas(launch.blas)
     if blas.problem is not None:
@@ -124,6 +186,7 @@ def make_backend(launch: Launch, display: Display, console: Console) -> Callable
     def load() -> Backend:
         from backends.mlx.build import load_backend
         from backends.mlx.pull import CATALOGUE, pull
+        from backends.mlx.warmup import LargestRound
 
         for model in dict.fromkeys((launch.model, launch.draft_model or launch.model)):
             if any(known.name == model for known in CATALOGUE) and not Path(model).is_dir():
@@ -137,9 +200,19 @@ def make_backend(launch: Launch, display: Display, console: Console) -> Callable
             device,
             draft_model=launch.draft_model,
             quantization=launch.quantization,
+            memory=launch.memory,
+            largest=LargestRound(launch.engine.round_rows, launch.engine.max_lanes, launch.engine.draft_tokens),
         )
 
     return load
+
+
+def with_faults(launch: Launch, load: Callable[[], Backend]) -> Callable[[], Backend]:
+    """The same; but if there is a fault plan, what it loads fails as that says. Raises OSError and PlanError."""
+    if launch.fault_plan is None:
+        return load
+    plan = read_plan(launch.fault_plan)
+    return lambda: FaultyBackend(load(), plan)
 
 
 def _words(device: Device, blas: Blas) -> str:
@@ -149,10 +222,11 @@ def _words(device: Device, blas: Blas) -> str:
 
 def announce(console: Console, launch: Launch, listeners: Listeners, model: ServedModel) -> None:
     """The banner: where it listens and what it serves."""
-    host = f"[{launch.host}]" if ":" in launch.host else launch.host or "0.0.0.0"  # noqa: S104
-    facts = {"url": f"http://{host}:{listeners.port}/v1"}
-    if launch.uds is not None:
-        facts["socket"] = str(launch.uds)
+    facts = {}
+    if listeners.addresses:
+        facts["url"] = f"http://{_host_words(launch, listeners)}:{listeners.port}/v1"
+    if listeners.paths:
+        facts["socket"] = ", ".join(listeners.paths)
     facts["model"] = model.name
     if launch.draft_model is not None:
         facts["drafter"] = launch.draft_model
@@ -160,12 +234,20 @@ def announce(console: Console, launch: Launch, listeners: Listeners, model: Serv
     drafts = f"up to {launch.engine.draft_tokens} draft tokens each" if launch.engine.draft_tokens else "no drafts"
     facts["lanes"] = f"{launch.engine.max_lanes}, {drafts}"
     facts["cache"] = _prefix_words(launch.engine.prefix)
+    if launch.fault_plan is not None:
+        facts["faults"] = f"INJECTED from {launch.fault_plan}"
     facts["device"] = model.info.device
     text = "\n".join(f"{name:8} {value}" for name, value in facts.items())
     if console.is_terminal:
         console.print(Panel(text, title="paceline is ready", expand=False), highlight=False)
     else:
         console.print(f"paceline is ready\n{text}", highlight=False, soft_wrap=True)
+
+
+def _host_words(launch: Launch, listeners: Listeners) -> str:
+    """The host as it was told, where it was; a passed socket knows its address."""
+    host, _ = listeners.addresses[0] if launch.passed else (launch.host, 0)
+    return f"[{host}]" if ":" in host else host or "0.0.0.0"  # noqa: S104
 
 
 def _prefix_words(prefix: PrefixConfig) -> str:

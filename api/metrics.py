@@ -7,6 +7,7 @@ dialect. Names follow vLLM's (shared dashboards), under `paceline_`.
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import (
@@ -19,6 +20,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from backends.grammar.compile import CompilerStats
+from engine.memory import MemoryReport
 from engine.prefix import PrefixStats
 from engine.thread import Engine
 from scheduler.events import Finished
@@ -33,6 +35,23 @@ _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0
 
 GrammarStats = Callable[[], CompilerStats | None]
 """What became of the constraints so far; None until there is a model."""
+
+
+class Refusal(StrEnum):
+    """Why a request, or the connection that it came by, was turned away before the engine heard of it."""
+
+    QUEUE_FULL = "queue_full"
+    KEY_LIMIT = "key_limit"
+    BODY = "body"
+    """All bodies that are being read take what they may together."""
+    DEADLINE = "deadline"
+    """Its time was over before it was submitted."""
+    CONNECTIONS = "connections"
+    HEAD_SIZE = "head_size"
+    HEAD_TIMEOUT = "head_timeout"
+    BODY_TIMEOUT = "body_timeout"
+    WRITE_TIMEOUT = "write_timeout"
+    """Its client did not read the answer."""
 
 
 class LatencyHistogram:
@@ -53,13 +72,14 @@ class LatencyHistogram:
 
 
 class RequestMetrics:
-    """Counters over all requests. Written by their `RequestRecord`s."""
+    """Counters over all requests. Written by their `RequestRecord`s, and by whoever refuses one."""
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.generation_tokens = 0
         self.finished = dict.fromkeys(FinishReason, 0)
+        self.refused = dict.fromkeys(Refusal, 0)
         self.first_token = LatencyHistogram(
             "paceline_time_to_first_token_seconds", "From the request's arrival to its first token.", _LONG
         )
@@ -80,6 +100,10 @@ class RequestMetrics:
         self.decode = LatencyHistogram(
             "paceline_request_decode_time_seconds", "From the first token to the end.", _LONG
         )
+
+    def refuse(self, reason: Refusal) -> None:
+        """One more was turned away."""
+        self.refused[reason] += 1
 
     @property
     def latencies(self) -> tuple[LatencyHistogram, ...]:
@@ -139,16 +163,24 @@ class RequestRecord:
 class ServerCollector(Collector):
     """Turns the counters into Prometheus metrics at each scrape."""
 
-    def __init__(self, engine: Engine, metrics: RequestMetrics, grammars: GrammarStats) -> None:
+    def __init__(
+        self, engine: Engine, metrics: RequestMetrics, grammars: GrammarStats, ready: Callable[[], bool]
+    ) -> None:
         self._engine = engine
         self._metrics = metrics
         self._grammars = grammars
+        self._ready = ready
 
     def collect(self) -> Iterable[Metric]:
         """One consistent snapshot of the engine, and the requests' counters."""
+        yield GaugeMetricFamily("paceline_ready", "Whether a request could be served now.", value=self._ready())
         yield from self._requests()
+        yield from self._refusals()
         yield from self._rounds()
+        yield from self._setbacks()
         yield from _drafts(self._engine.stats.drafts)
+        if (memory := self._engine.memory) is not None:
+            yield _memory(memory)
         if (prefix := self._engine.prefix_stats) is not None:
             yield from _prefix(prefix)
         grammars = self._grammars()
@@ -184,6 +216,25 @@ class ServerCollector(Collector):
         for latency in metrics.latencies:
             yield _histogram(latency.name, latency.help_text, latency.bounds, latency.counts, latency.total)
 
+    def _setbacks(self) -> Iterable[Metric]:
+        stats = self._engine.stats
+        yield CounterMetricFamily(
+            "paceline_num_preemptions",
+            "Lanes that gave way for want of memory and went on later.",
+            value=stats.preemptions,
+        )
+        yield CounterMetricFamily(
+            "paceline_failed_forwards", "Rounds whose forward failed.", value=stats.failed_forwards
+        )
+
+    def _refusals(self) -> Iterable[Metric]:
+        refused = CounterMetricFamily(
+            "paceline_requests_refused", "Requests and connections that were turned away.", labels=["reason"]
+        )
+        for reason, count in self._metrics.refused.items():
+            refused.add_metric([str(reason)], count)
+        yield refused
+
     def _rounds(self) -> Iterable[Metric]:
         stats = self._engine.stats
         rounds = CounterMetricFamily(
@@ -200,10 +251,14 @@ class ServerCollector(Collector):
             yield _histogram(name, help_text, counted.bounds, counted.counts, counted.total)
 
 
-def create_registry(engine: Engine, metrics: RequestMetrics, grammars: GrammarStats) -> CollectorRegistry:
-    """What `/metrics` shows: the server's own and the process's (CPU seconds, memory, open files)."""
+def create_registry(
+    engine: Engine, metrics: RequestMetrics, grammars: GrammarStats, ready: Callable[[], bool]
+) -> CollectorRegistry:
+    """What `/metrics` shows: the server's own and the process's (CPU seconds, memory, open files). `ready` says whether
+    a request could be served now.
+    """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(ServerCollector(engine, metrics, grammars))
+    registry.register(ServerCollector(engine, metrics, grammars, ready))
     ProcessCollector(registry=registry)
     return registry
 
@@ -237,6 +292,14 @@ def _drafts(sources: Sequence[DraftStats]) -> Iterable[Metric]:
             for position, count in enumerate(counts):
                 family.add_metric([stats.source, str(position)], count)
     return (drafts, drafted, accepted, drafted_at, accepted_at)
+
+
+def _memory(report: MemoryReport) -> Metric:
+    """Bytes by what they are spent on; `budget` is what all may take, `active` and `peak` what MLX says it took."""
+    parts = GaugeMetricFamily("paceline_memory_bytes", "Memory of the device by part.", labels=["part"])
+    for part in MemoryReport.__struct_fields__:
+        parts.add_metric([part], getattr(report, part))
+    return parts
 
 
 def _prefix(stats: PrefixStats) -> Iterable[Metric]:

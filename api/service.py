@@ -1,4 +1,5 @@
-"""What every endpoint shares: the engine, the tokenizer and the grammars of its model, the settings, the counters.
+"""What every endpoint shares: the engine, the tokenizer and the grammars of its model, the door, the settings, the
+counters.
 
 Owns the answer to "can a request be served now?". Must not know HTTP or any dialect.
 """
@@ -11,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import anyio.to_thread
 import msgspec
 
+from api.body import Bodies
+from api.door import Door
 from api.errors import ApiError, unavailable
 from api.metrics import RequestMetrics, create_registry
 from api.text import Tokenizer, load_tokenizer
@@ -22,6 +25,9 @@ from backends.grammar.limits import Limits
 from backends.grammar.spec import ConstraintSpec
 from backends.grammar.vetting import GrammarBusyError
 from engine.thread import Engine, EngineState
+
+_BODIES = 8
+"""Largest bodies that may be in memory at once."""
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -38,8 +44,26 @@ class Settings(msgspec.Struct, frozen=True):
     max_body_bytes: int = 32 * 1024 * 1024
     keepalive_seconds: float = 15.0
     """A stream that was silent for so long carries a comment."""
+    max_open: int = 264
+    """How many choices may be asked for at once, in lanes and in the queue; more are refused."""
+    max_requests_per_key: int = 0
+    """How many of those may be one API key's; 0 for no such limit."""
+    request_seconds: float = 0.0
+    """How long a request may take from its arrival to its end; 0 for any time."""
+    max_connections: int = 1024
+    head_seconds: float = 10.0
+    """How long the head of a request may take to come, from its first byte."""
+    body_seconds: float = 60.0
+    """How long a body may take to come, beside what its length takes at a slow line's rate."""
+    write_seconds: float = 60.0
+    """How long a client may leave what it was sent unread."""
     grammars: Limits = Limits()
     """What a constraint may cost before it is refused."""
+
+    @property
+    def max_bodies_bytes(self) -> int:
+        """What the bodies that are being read may take together."""
+        return _BODIES * self.max_body_bytes
 
 
 class ServedModel:
@@ -61,7 +85,9 @@ class Service:
         self.engine = engine
         self.settings = settings
         self.metrics = RequestMetrics()
-        self.registry = create_registry(engine, self.metrics, self.grammar_stats)
+        self.registry = create_registry(engine, self.metrics, self.grammar_stats, lambda: self.status == "ready")
+        self.door = Door(settings.max_open, settings.max_requests_per_key, len(settings.api_keys), self.metrics.refuse)
+        self.bodies = Bodies(settings.max_body_bytes, settings.max_bodies_bytes, self.metrics.refuse)
         self._model: ServedModel | None = None
         self._grammars: GrammarCompiler | None = None
         # As many threads as processes that vet: so all who wait do it here, where they can leave.

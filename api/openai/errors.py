@@ -8,9 +8,11 @@ from api.errors import ApiError
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
+    408: "timeout_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
+    504: "timeout_error",
 }
 
 

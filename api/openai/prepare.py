@@ -26,6 +26,25 @@ class Seed(msgspec.Struct, frozen=True):
     drawn: bool
 
 
+class TimeLimit(msgspec.Struct, frozen=True):
+    """How long a request may take, in seconds, and when that is over, by `time.monotonic`."""
+
+    seconds: float
+    deadline: float
+
+    def exceeded(self) -> ApiError:
+        """What a client is told that got nothing. OpenAI's own clients send a request that got a 5xx again, twice: each
+        of those is one of its own and has the same time once more.
+        """
+        return ApiError(504, f"nothing was generated within {self.seconds:g} s", code="deadline_exceeded")
+
+
+def time_limit(body: GenerationBody, seconds: float, arrived: float) -> TimeLimit | None:
+    """The smaller of what a body asks for and what the server allows (0: any time). `arrived`: by `time.monotonic`."""
+    limits = [limit for limit in (body.timeout, seconds) if limit]
+    return TimeLimit(min(limits), arrived + min(limits)) if limits else None
+
+
 def new_id(prefix: str) -> str:
     """A reply's own id."""
     return f"{prefix}-{uuid.uuid4().hex}"
@@ -71,6 +90,7 @@ def make_requests(
                 expected=tuple(expected[: model.info.context_length]),
                 draft_tokens=draft.max,
                 draft_sources=None if draft.sources is None else frozenset(draft.sources),
+                priority=body.priority or 0,
             )
             for choice in range(choices)
         ]

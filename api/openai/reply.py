@@ -15,11 +15,12 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from api.body import send_whole
 from api.errors import ApiError
 from api.metrics import RequestRecord
 from api.openai.constraint import Asked
 from api.openai.errors import error_body, error_response
-from api.openai.prepare import Seed
+from api.openai.prepare import Seed, TimeLimit
 from api.openai.shapes import DONE, Choice, ReplyShape
 from api.security import OWNER, REQUEST_ID
 from api.service import ServedModel, Service
@@ -48,6 +49,8 @@ class Order(msgspec.Struct, frozen=True):
     """When the request came, by `time.perf_counter`."""
     constraint: Asked | None = None
     """What its text must be; to be compiled into `requests`."""
+    limit: TimeLimit | None = None
+    """When it ends in any case."""
 
 
 class Reply:
@@ -64,6 +67,8 @@ class Reply:
         self._records = [RequestRecord(service.metrics, order.arrived) for _ in choices]
         self._texts: list[list[str]] = [[] for _ in choices]
         self._logged: list[list[LoggedToken]] = [[] for _ in choices]
+        self._spoke = False
+        """Whether any choice has given text."""
         self._request_id = "-"
         self._unfinished = FinishReason.CANCELLED
         """How choices end that are left before their end: the client went away."""
@@ -82,7 +87,7 @@ class Reply:
                     return
                 response = await unless_disconnected(receive, partial(self._whole, generations))
             if response is not None:
-                await response(scope, receive, send)
+                await send_whole(response, send)
         finally:
             self._account()
 
@@ -91,6 +96,9 @@ class Reply:
         if failed is not None:
             await stream.write(frame(error_body(failed)))
             return
+        for index, ended in enumerate(self._ended()):
+            if ended.reason is FinishReason.DEADLINE:
+                await stream.write(self._order.shape.closing(index, ended.reason))
         totals = self._order.shape.totals(self._usages()) if self._order.include_usage else b""
         await stream.write(totals + DONE)
 
@@ -118,12 +126,13 @@ class Reply:
             for generation in generations:  # before the client is told, however slowly it listens
                 self._service.engine.client.leave(generation)
             return ApiError(500, "internal error", code="internal_error")
-        return next((failed for ended in self._ended() if (failed := _failure_of(ended))), None)
+        return next((failed for ended in self._ended() if (failed := self._failure_of(ended))), None)
 
     async def _stream_choice(self, stream: EventStream, index: int, generation: Generation) -> None:
         shape = self._order.shape
 
         async def deliver(text: str, logged: Sequence[LoggedToken]) -> None:
+            self._spoke = True
             frames = shape.delta(index, text, logged)
             if frames:
                 await stream.write(frames)
@@ -132,11 +141,13 @@ class Reply:
         if opening:
             await stream.write(opening)
         ended = await follow(generation, self._transcripts[index], self._records[index], deliver)
-        if _failure_of(ended) is None:
+        # What a deadline ended is closed when all have ended: whether it failed depends on what the others gave.
+        if ended.reason is not FinishReason.DEADLINE and self._failure_of(ended) is None:
             await stream.write(shape.closing(index, ended.reason))
 
     async def _gather_choice(self, index: int, generation: Generation) -> None:
         async def deliver(text: str, logged: Sequence[LoggedToken]) -> None:
+            self._spoke = True
             self._texts[index].append(text)
             self._logged[index] += logged
 
@@ -147,7 +158,11 @@ class Reply:
         """All of the order's generations; those that have not ended are cancelled on the way out."""
         with ExitStack() as stack:
             client = self._service.engine.client
-            requests = [msgspec.structs.replace(request, owner=owner) for request in self._order.requests]
+            limit = self._order.limit
+            deadline = None if limit is None else limit.deadline
+            requests = [
+                msgspec.structs.replace(request, owner=owner, deadline=deadline) for request in self._order.requests
+            ]
             yield [stack.enter_context(client.submit(request)) for request in requests]
 
     def _ended(self) -> list[Finished]:
@@ -155,6 +170,16 @@ class Reply:
 
     def _usages(self) -> list[Usage]:
         return [ended.usage for ended in self._ended()]
+
+    def _failure_of(self, ended: Finished) -> ApiError | None:
+        """What the client is told of an end that is none of its own. A text that a deadline cut is told as one."""
+        if ended.reason is FinishReason.ERROR:
+            return ApiError(500, ended.error or "the engine failed", code="engine_error")
+        if ended.reason is FinishReason.CANCELLED:
+            return ApiError(503, "the server is shutting down", code="draining", retry_after=5)
+        if ended.reason is FinishReason.DEADLINE and self._order.limit is not None and not self._spoke:
+            return self._order.limit.exceeded()
+        return None
 
     def _account(self) -> None:
         """One line per request; never a prompt."""
@@ -176,12 +201,3 @@ class Reply:
             "-" if first is None else f"{first - order.arrived:.3f}s",
             time.perf_counter() - order.arrived,
         )
-
-
-def _failure_of(ended: Finished) -> ApiError | None:
-    """What the client is told of an end that is none of its own."""
-    if ended.reason is FinishReason.ERROR:
-        return ApiError(500, ended.error or "the engine failed", code="engine_error")
-    if ended.reason is FinishReason.CANCELLED:
-        return ApiError(503, "the server is shutting down", code="draining", retry_after=5)
-    return None

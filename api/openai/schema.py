@@ -96,6 +96,15 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     draft: DraftOptions | None = None
     cache_salt: Annotated[str, msgspec.Meta(max_length=1024)] | None = None
     """Only requests with the same one share cached prompts."""
+    timeout: Annotated[float, msgspec.Meta(gt=0, le=86400)] | None = None
+    """How long it may take from its arrival to its end, in seconds."""
+    priority: Annotated[int, msgspec.Meta(ge=-1000, le=1000)] | None = None
+    """As vLLM has it: of the requests that wait, those with a lower number go first."""
+
+    @property
+    def choices(self) -> int:
+        """How many sequences it asks for, each of which takes a lane."""
+        return self.n or 1
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -189,6 +198,12 @@ class CompletionBody(GenerationBody, kw_only=True):
     logprobs: _LOGPROBS | None = None
     best_of: _COUNT | None = None
     suffix: str | None = None
+
+    @property
+    def choices(self) -> int:
+        """`n` for each prompt; a list that holds only tokens is one."""
+        several = isinstance(self.prompt, list) and not all(isinstance(item, int) for item in self.prompt)
+        return (self.n or 1) * (len(self.prompt) if several else 1)
 
     @property
     def logged(self) -> int | None:

@@ -18,7 +18,8 @@ DONE = frame(b"[DONE]")
 _MARK = "\0text\0"
 """Stands where a chunk's text goes, while its constant part is made."""
 _encode = msgspec.json.Encoder().encode
-REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.DEADLINE: "length"}
+"""A deadline cuts a text as a limit of tokens does, and the dialect has no other word for it."""
 
 
 class Choice(msgspec.Struct, frozen=True):

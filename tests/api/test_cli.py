@@ -26,12 +26,13 @@ from api.doctor import (
 )
 from api.launch import Launch, UsageError, announce, make_backend, refuse_contradictions, settings_of
 from api.progress import display_on
+from api.server import Outcome
 from api.service import ServedModel
 from api.sockets import Listeners
 from api.text import load_tokenizer
-from backends.base import KVQuantization
+from backends.base import Budget, KVQuantization
 from backends.fake import FakeBackend
-from backends.mlx.runtime import describe_device
+from backends.mlx.runtime import MemoryLimit, describe_device
 from engine.config import EngineConfig
 from tests.api.servers import RunningServer
 
@@ -133,6 +134,58 @@ def test_the_loopback_needs_none(host: str) -> None:
 
 
 # ---- a draft model
+
+
+def test_a_limit_for_each_key_needs_keys(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("sesame\nmellon\n")
+    with pytest.raises(UsageError, match="--max-requests-per-key"):
+        settings_of(launch(max_requests_per_key=2))
+    assert settings_of(launch(max_requests_per_key=2, api_key_file=keys)).max_requests_per_key == 2
+
+
+def test_the_doors_limits_are_those_of_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Launch] = []
+    monkeypatch.setattr("api.launch.serve", lambda launch, _console: told.append(launch) or Outcome())
+    flags = {
+        "--max-lanes": "3",
+        "--max-queue": "5",
+        "--request-seconds": "7.5",
+        "--write-seconds": "8.5",
+        "--head-seconds": "9.5",
+        "--max-connections": "11",
+    }
+    assert run("serve", "--backend", "fake", *(word for pair in flags.items() for word in pair)).exit_code == 0
+    settings = settings_of(told[0])
+    assert (settings.max_open, settings.max_connections) == (8, 11)
+    assert (settings.request_seconds, settings.write_seconds, settings.head_seconds) == (7.5, 8.5, 9.5)
+
+
+def test_memory_is_a_size_or_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Launch] = []
+    monkeypatch.setattr("api.launch.serve", lambda launch, _console: told.append(launch) or Outcome())
+    for flags in ((), ("--memory", "6GB"), ("--memory", "62.5%"), ("--memory", "1 KiB")):
+        assert run("serve", "--backend", "fake", *flags).exit_code == 0
+    shares = [MemoryLimit(), MemoryLimit(6_000_000_000), MemoryLimit(share=0.625), MemoryLimit(1024)]
+    assert [launch.memory for launch in told] == shares
+    for wrong in ("0%", "101%", "all", "-1", "%"):
+        assert run("serve", "--backend", "fake", f"--memory={wrong}").exit_code == 2
+    assert len(told) == 4
+
+
+def test_the_memory_limit_and_the_largest_round_reach_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    from backends.mlx import build
+    from backends.mlx.warmup import LargestRound
+
+    loaded = []
+    monkeypatch.setattr(build, "load_backend", lambda *_, **named: loaded.append((named["memory"], named["largest"])))
+    console, limit = Console(file=io.StringIO()), MemoryLimit(10_000)
+    engine = EngineConfig(max_lanes=3, round_rows=40, draft_tokens=5)
+    with closing(display_on(console)) as display:
+        make_backend(launch(backend="mlx", model="big", memory=limit, engine=engine), display, console)()
+        assert loaded == [(limit, LargestRound(rows=40, lanes=3, drafts=5))]
+        budgets = [make_backend(launch(memory=told), display, console)().info.budget for told in (limit, MemoryLimit())]
+    assert budgets == [Budget(10_000, 0, 0), None]
 
 
 def test_a_draft_model_that_could_not_draft_is_refused(tmp_path: Path) -> None:

@@ -55,6 +55,8 @@ def test_the_names_are_vllms_under_our_prefix(client: httpx2.Client) -> None:
     counters += ["spec_decode_num_accepted_tokens_per_pos", "spec_decode_num_draft_tokens_per_pos"]
     counters += ["grammar_cache_hits", "grammar_cache_misses", "grammar_cache_evictions"]
     counters += ["grammar_refused", "grammar_killed"]
+    gauges += ["ready", "memory_bytes"]
+    counters += ["requests_refused", "num_preemptions", "failed_forwards"]
     gauges += ["prefix_cache_bytes", "prefix_cache_max_bytes", "prefix_cache_blocks"]
     counters += ["prefix_cache_queries", "prefix_cache_hits", "prefix_cache_evictions", "prefix_cache_refused"]
     counters += ["prefix_cache_restored_tokens"]

@@ -130,6 +130,17 @@ def with_field(name: str, value: str) -> bytes:
         ("parallel_tool_calls", '"yes"'),
         ("chat_template_kwargs", "[]"),
         ("reasoning_effort", "5"),
+        ("timeout", "0"),
+        ("timeout", "-1"),
+        ("timeout", "86400.5"),
+        ("timeout", "1e999"),
+        ("timeout", "NaN"),
+        ("timeout", "true"),
+        ("timeout", '"5"'),
+        ("priority", "1001"),
+        ("priority", "-1001"),
+        ("priority", "0.5"),
+        ("priority", "true"),
         ("user", '"\\udfff"'),
     ],
 )
@@ -466,3 +477,24 @@ def test_each_dialect_asks_for_logprobs_in_its_way(
 
 def test_a_temperature_of_almost_nothing_is_greedy() -> None:
     assert sampling(temperature=1e-9).temperature == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "choices"),
+    [
+        ({"prompt": "p"}, 1),
+        ({"prompt": "p", "n": 3}, 3),
+        ({"prompt": ["p", "q"], "n": 3}, 6),
+        ({"prompt": [1, 2, 3], "n": 2}, 2),
+        ({"prompt": [[1, 2, 3], [4]]}, 2),
+        ({"prompt": []}, 1),
+    ],
+)
+def test_what_a_body_asks_for_is_counted_by_prompt_and_choice(fields: dict[str, Any], choices: int) -> None:
+    assert parse(json.dumps(fields).encode(), CompletionBody).choices == choices
+
+
+@pytest.mark.parametrize("seconds", [1e-9, 1, 86400])
+def test_the_whole_range_of_timeouts_and_priorities_is_taken(seconds: float) -> None:
+    body = parse(json.dumps({"messages": MESSAGES, "timeout": seconds, "priority": -1000}).encode(), ChatBody)
+    assert (body.timeout, body.priority) == (seconds, -1000)
