@@ -8,13 +8,16 @@ from types import FrameType
 import typer
 
 from deploy.bench.caches import caches
+from deploy.bench.chaos import chaos
 from deploy.bench.constrained import constrained
 from deploy.bench.drafting import drafting
 from deploy.bench.everything import everything
 from deploy.bench.fake import fake
 from deploy.bench.load import load
+from deploy.bench.long_prompt import long_prompt
 from deploy.bench.loop import loop
 from deploy.bench.overhead import overhead
+from deploy.bench.overload import overload
 from deploy.bench.picture import picture
 from deploy.bench.prefix import prefix
 from deploy.bench.record import record
@@ -23,6 +26,7 @@ from deploy.bench.rounds import rounds
 from deploy.bench.sampling import sampling
 from deploy.bench.schemas import schemas
 from deploy.bench.serve_pair import serve_pair
+from deploy.bench.soak import soak
 
 SUBCOMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("load", load),
@@ -31,12 +35,16 @@ SUBCOMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("drafting", drafting),
     ("prefix", prefix),
     ("overhead", overhead),
+    ("overload", overload),
+    ("long-prompt", long_prompt),
+    ("soak", soak),
     ("rounds", rounds),
     ("caches", caches),
     ("sampling", sampling),
     ("schemas", schemas),
     ("constrained", constrained),
     ("fake", fake),
+    ("chaos", chaos),
     ("record", record),
     ("replay", replay),
     ("picture", picture),

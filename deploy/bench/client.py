@@ -113,29 +113,37 @@ class Run:
     records: tuple[Record, ...]
 
 
-class _Connection(asyncio.Protocol):
+class Connection(asyncio.Protocol):
     """One request on a connection of its own. Written by the event loop alone; `ended` resolves once, always."""
 
-    def __init__(self, request: bytes) -> None:
+    def __init__(self, request: bytes, *, to_the_end: bool = False, most_reads: int | None = None) -> None:
+        """`to_the_end`: the server hangs up; else the client does, once the last event has come. It does after
+        `most_reads` in any case.
+        """
         self.arrivals: list[Arrival] = []
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.failure: str | None = None
         self._request = request
+        self._to_the_end = to_the_end
+        self._most_reads = most_reads
         self._tail = b""
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Ask."""
         self._transport = cast("asyncio.Transport", transport)
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
+        """Note what came when; hang up if that was enough."""
         self.arrivals.append(Arrival(time.perf_counter(), data))
         tail = self._tail + data
-        if any(end in tail for end in _ENDS):
+        if len(self.arrivals) == self._most_reads or (not self._to_the_end and any(end in tail for end in _ENDS)):
             self.close()
         self._tail = tail[-16:]
 
     def connection_lost(self, error: Exception | None) -> None:
+        """It is over, however it ended."""
         if error is not None:
             self.failure = f"connection lost: {error}"
         self._end()
@@ -179,11 +187,15 @@ def request_bytes(target: Target, prompt: Prompt, load: Load) -> bytes:
         route = "/completions"
         body["prompt"] = prompt.text
     body |= prompt.fields
-    content = msgspec.json.encode(body)
+    return http_bytes(target, f"POST {target.base}{route}", msgspec.json.encode(body))
+
+
+def http_bytes(target: Target, method_and_path: str, content: bytes, content_type: str = "application/json") -> bytes:
+    """Any HTTP request, right or wrong."""
     lines = [
-        f"POST {target.base}{route} HTTP/1.1",
+        f"{method_and_path} HTTP/1.1",
         f"Host: {target.host}:{target.port}",
-        "Content-Type: application/json",
+        f"Content-Type: {content_type}",
         "Accept: text/event-stream",
         "Connection: close",
         f"Content-Length: {len(content)}",
@@ -193,12 +205,14 @@ def request_bytes(target: Target, prompt: Prompt, load: Load) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode() + content
 
 
-async def _exchange(target: Target, request: bytes, give_up_at: float) -> Exchange:
-    """Send `request` and listen until the stream ends or `give_up_at`."""
+async def exchange(
+    target: Target, request: bytes, give_up_at: float, *, to_the_end: bool = False, most_reads: int | None = None
+) -> Exchange:
+    """Send `request` and listen until the stream ends or `give_up_at`; the last two are as `Connection` has them."""
     started_at = time.perf_counter()
     if give_up_at - started_at < _WORTH_SENDING_S:
         return Exchange(started_at, started_at, (), "not sent: the run's time was up")
-    connection = _Connection(request)
+    connection = Connection(request, to_the_end=to_the_end, most_reads=most_reads)
     failure: str | None = None
     loop = asyncio.get_running_loop()
     try:
@@ -265,15 +279,13 @@ async def drive(target: Target, prompts: Sequence[Prompt], load: Load) -> Run:
     async def client() -> None:
         for index in waiting:
             give_up_at = min(time.perf_counter() + load.timeout_s, run_ends_at)
-            exchanges[index] = await _exchange(target, requests[index], give_up_at)
+            exchanges[index] = await exchange(target, requests[index], give_up_at)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(load.clients):
             group.create_task(client())
     records = (
-        read_record(prompt, exchange)
-        for prompt, exchange in zip(prompts, exchanges, strict=True)
-        if exchange is not None
+        read_record(prompt, ended) for prompt, ended in zip(prompts, exchanges, strict=True) if ended is not None
     )
     return Run(load.clients, tuple(records))
 

@@ -17,7 +17,18 @@ from deploy.bench.schemas import SCHEMAS
 
 _ROOT = Path(__file__).parents[2]
 MODEL = "smollm2-135m"
-IN_PAIRS = ("serve-pair", "loop", "drafting", "prefix", "rounds", "sampling", "constrained", "overhead")
+IN_PAIRS = (
+    "serve-pair",
+    "loop",
+    "drafting",
+    "prefix",
+    "rounds",
+    "sampling",
+    "constrained",
+    "overhead",
+    "overload",
+    "long-prompt",
+)
 
 
 def everything(

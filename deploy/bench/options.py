@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -17,6 +17,10 @@ Prompts = Annotated[
 ]
 Clients = Annotated[list[int] | None, typer.Option("--clients", min=1, help="How many at a time; may be repeated.")]
 Model = Annotated[Path, typer.Argument(exists=True, file_okay=False, help="A folder with an MLX model.")]
+AnyModel = Annotated[
+    Path | None, typer.Argument(exists=True, file_okay=False, help="A folder with an MLX model; none for the fake.")
+]
+Backend = Annotated[Literal["mlx", "fake"], typer.Option(help="fake: the pseudo-model, whose rounds cost nothing.")]
 Timeout = Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds that one request may take.")]
 Limit = Annotated[float, typer.Option("--limit", min=0.1, help="Seconds that one run may take.")]
 CacheDir = Annotated[Path, typer.Option("--cache-dir", help="Where float32 copies of models are kept.")]

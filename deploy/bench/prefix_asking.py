@@ -1,4 +1,4 @@
-"""Requests for `prefix`: prompts of exact tokens, and answers with what the server says it was spared.
+"""Requests for `prefix` and for crowds: prompts of exact tokens, and what the server says it was spared; its metrics.
 
 Owns one exchange on asyncio's streams. What came is read by `client` and `wire`; only the `usage` that tells of cached
 tokens is read here.
@@ -115,16 +115,46 @@ def run_now(work: Coroutine[Any, Any, T]) -> T:
         return runner.run(work)
 
 
-def gauge(server: Server, name: str, **labels: str) -> float:
-    """A sample of the server's metrics. Raises ServerError if there is none."""
+class Scrape:
+    """A server's metrics at one moment."""
+
+    def __init__(self, text: str, name: str) -> None:
+        """`name` is the server's."""
+        self._server = name
+        self._samples = {
+            (sample.name, frozenset(sample.labels.items())): float(sample.value)
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+    def value(self, name: str, **labels: str) -> float:
+        """One sample. Raises ServerError if there is none."""
+        found = self._samples.get((name, frozenset(labels.items())))
+        if found is None:
+            raise ServerError(f"{self._server} has no metric {name} {labels}")
+        return found
+
+    def by_label(self, name: str, label: str) -> dict[str, float]:
+        """All samples of a name, which has no other label."""
+        return {
+            told: value
+            for (sample, labels), value in self._samples.items()
+            for key, told in labels
+            if (sample, key) == (name, label)
+        }
+
+
+def scrape(server: Server) -> Scrape:
+    """Raises OSError and HTTPException if the server does not answer."""
     connection = HTTPConnection(server.host, server.port, timeout=5.0)
     try:
         connection.request("GET", "/metrics")
         text = connection.getresponse().read().decode()
     finally:
         connection.close()
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name == name and sample.labels == labels:
-                return float(sample.value)
-    raise ServerError(f"{server.name} has no metric {name} {labels}")
+    return Scrape(text, server.name)
+
+
+def gauge(server: Server, name: str, **labels: str) -> float:
+    """A sample of the server's metrics. Raises ServerError if there is none."""
+    return scrape(server).value(name, **labels)

@@ -160,6 +160,29 @@ def processor_seconds(pid: int) -> float:
     return clock_seconds(shown.stdout)
 
 
+def resident_bytes(pid: int) -> int:
+    """What a process holds in memory. Raises ServerError if it is no more."""
+    status = Path(f"/proc/{pid}/status")
+    try:
+        shown = status.read_text() if status.exists() else _shown_by_ps(pid)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ServerError(f"process {pid} is gone: {error}") from error
+    return status_bytes(shown)
+
+
+def _shown_by_ps(pid: int) -> str:
+    done = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], check=True, capture_output=True, text=True)
+    return f"VmRSS: {done.stdout.strip()} kB\n"
+
+
+def status_bytes(shown: str) -> int:
+    """VmRSS of a /proc/PID/status. Raises ServerError for a process that has ended and was not waited for yet."""
+    for line in shown.splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    raise ServerError("the process has ended")
+
+
 def stat_seconds(line: str, ticks_per_second: int) -> float:
     """User + system time of a /proc/PID/stat line: fields 14 and 15, counted behind the name, which can be anything."""
     fields = line.rpartition(")")[2].split()

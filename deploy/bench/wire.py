@@ -49,6 +49,16 @@ class Transcript:
     error: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """How often a stream says that it ends, and how many events come behind the first word of that but usage."""
+
+    finish_reasons: int
+    errors: int
+    dones: int
+    behind: int
+
+
 class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
@@ -142,6 +152,25 @@ def read_transcript(events: Iterable[Arrival]) -> Transcript:
         usage.prompt_tokens if usage else None,
         error,
     )
+
+
+def count_ends(events: Iterable[Arrival]) -> Ends:
+    """Over all events of a stream of one choice, also those that come when it should be over.
+
+    Raises msgspec.DecodeError as `read_transcript` does.
+    """
+    reasons = errors = dones = behind = 0
+    for event in events:
+        over = dones or errors
+        if event.data == b"[DONE]":
+            behind += bool(over)
+            dones += 1
+            continue
+        decoded = _DECODER.decode(event.data)
+        behind += bool(over or (reasons and decoded.choices))
+        reasons += sum(choice.finish_reason is not None for choice in decoded.choices)
+        errors += decoded.error is not None
+    return Ends(reasons, errors, dones, behind)
 
 
 def _text(choice: _Choice) -> str:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import uvloop
 
-from deploy.bench.client import Endpoint, Load, Record, Run, Target, drive, drive_now
+from deploy.bench.client import Endpoint, Exchange, Load, Record, Run, Target, drive, drive_now, exchange, http_bytes
 from deploy.bench.prompts import Message, Prompt
 from deploy.bench.servers import free_port
 from tests.deploy.streams import CHUNKED_HEAD, DONE, HEAD, Script, Speaker, answer, chunked, delta, event, speaking
@@ -202,3 +202,32 @@ def test_an_address_may_carry_a_path(url: str, port: int, base: str) -> None:
 def test_an_address_that_cannot_be_driven_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="want http"):
         Target.of_url(url, "m")
+
+
+def exchange_script(script: Script, give_up_s: float = 10.0, **how: Any) -> Exchange:
+    async def both() -> Exchange:
+        async with speaking(script) as speaker:
+            request = http_bytes(speaker.target, "POST /x", b"{}")
+            return await exchange(speaker.target, request, time.perf_counter() + give_up_s, **how)
+
+    return run_on_uvloop(both())
+
+
+def test_a_client_that_listens_to_the_end_hears_what_comes_behind_it() -> None:
+    parts = (HEAD, answer("a"), delta("behind"))
+    heard, whole = (exchange_script(say(*parts, pause_s=0.02), to_the_end=to_the_end) for to_the_end in (False, True))
+    assert [b"behind" in b"".join(each.data for each in ended.arrivals) for ended in (heard, whole)] == [False, True]
+    assert heard.failure is whole.failure is None
+
+
+def test_a_client_may_hang_up_after_some_reads() -> None:
+    ended = exchange_script(say(HEAD, *[delta("a")] * 50, pause_s=0.01), most_reads=3, to_the_end=True)
+    assert len(ended.arrivals) == 3
+    assert ended.failure is None
+
+
+def test_any_request_can_be_made() -> None:
+    target = Target("127.0.0.1", 80, "m", key="secret")
+    lines = http_bytes(target, "PUT /where", b"what", "text/plain").decode().split("\r\n")
+    assert (lines[0], lines[-1]) == ("PUT /where HTTP/1.1", "what")
+    assert {"Content-Type: text/plain", "Content-Length: 4", "Authorization: Bearer secret"} < set(lines)

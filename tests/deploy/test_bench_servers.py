@@ -18,8 +18,10 @@ from deploy.bench.servers import (
     mlx_lm,
     paceline,
     processor_seconds,
+    resident_bytes,
     running,
     stat_seconds,
+    status_bytes,
 )
 
 STUB = Path(__file__).with_name("stub_paceline.py")
@@ -115,3 +117,19 @@ def test_the_name_of_a_process_cannot_shift_its_times() -> None:
 @pytest.mark.parametrize(("shown", "seconds"), [(" 0:01.25\n", 1.25), ("01:02:03", 3723.0), ("2-00:00:01", 172801.0)])
 def test_times_as_ps_shows_them(shown: str, seconds: float) -> None:
     assert clock_seconds(shown) == seconds
+
+
+def test_what_a_process_holds_grows_with_what_it_takes() -> None:
+    before = resident_bytes(os.getpid())
+    taken = b"x" * (64 << 20)
+    assert resident_bytes(os.getpid()) - before > 0.9 * len(taken)
+    assert status_bytes("Name:\tpython\nVmRSS:\t    1204 kB\n") == 1204 * 1024
+
+
+def test_a_process_that_is_no_more_holds_nothing_to_be_told() -> None:
+    with running(stub(), ready_s=20) as server:
+        assert resident_bytes(server.pid) > 1 << 20
+    with pytest.raises(ServerError):
+        resident_bytes(server.pid)
+    with pytest.raises(ServerError, match="has ended"):
+        status_bytes("Name:\tpython\nState:\tZ (zombie)\n")

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.bench.wire import Arrival, Piece, read_reply, read_transcript, server_sent_events
+from deploy.bench.wire import Arrival, Ends, Piece, count_ends, read_reply, read_transcript, server_sent_events
 from tests.deploy.streams import CHUNKED_HEAD, DONE, HEAD, answer, chunked, delta, event, usage
 
 TEXTS = ("Grüße", " 🚴", "\n\ndata: [DONE]\n\n", "東京", " end")
@@ -76,3 +76,35 @@ def test_no_head_is_no_status_and_no_http_is_an_error() -> None:
     assert read_reply([Arrival(0.0, b"HTTP/1.1 200 O")]).status is None
     with pytest.raises(h11.RemoteProtocolError):
         read_reply([Arrival(0.0, b"SSH-2.0-hello\r\n\r\n")])
+
+
+FAILED = event({"error": {"message": "broken"}})
+
+
+@pytest.mark.parametrize(
+    ("stream", "ends"),
+    [
+        (answer("a", "b", tokens=2), Ends(1, 0, 1, 0)),
+        (delta("a") + FAILED, Ends(0, 1, 0, 0)),
+        (delta("a"), Ends(0, 0, 0, 0)),
+        (delta("", "stop"), Ends(1, 0, 0, 0)),
+        (answer("a") + DONE, Ends(1, 0, 2, 1)),
+        (answer("a") + delta("b"), Ends(1, 0, 1, 1)),
+        (answer("a") + answer("b"), Ends(2, 0, 2, 4)),
+        (delta("", "stop") + delta("b") + DONE, Ends(1, 0, 1, 1)),
+        (delta("", "stop") + FAILED + FAILED, Ends(1, 2, 0, 1)),
+    ],
+    ids=[
+        "whole",
+        "failed",
+        "cut",
+        "no [DONE]",
+        "twice",
+        "more text",
+        "again",
+        "text behind the reason",
+        "failed twice",
+    ],
+)
+def test_every_end_of_a_stream_is_counted_and_what_comes_behind(stream: bytes, ends: Ends) -> None:
+    assert count_ends(server_sent_events([Arrival(0.0, stream)])) == ends
