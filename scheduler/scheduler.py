@@ -407,6 +407,7 @@ class Scheduler:
             counter = self._drafts.setdefault(window.source, DraftCounter())
             counter.observe(len(window.draft), walk.accepted)
         lane.extend(walk, now)
+        lane.cached = min(lane.cached, len(lane.tokens))  # a drafted stop token is cached, and no part of the text
         end = FinishReason.DEADLINE if lane.expired(now) else walk.end
         events: list[Event] = [Tokens(request_id, walk.emitted, walk.logprobs)] if walk.emitted else []
         return events + self._end(request_id, end, now) if end is not None else events

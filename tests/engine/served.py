@@ -53,8 +53,8 @@ class Plain:
 
     @property
     def fed(self) -> tuple[int, ...]:
-        """Every token that was drawn."""
-        return (*self.tokens, EOS) if self.completion_tokens > len(self.tokens) else self.tokens
+        """Every token that is drawn where it is drafted: behind the end of a grammar, too, a stop token."""
+        return (*self.tokens, EOS) if self.reason is FinishReason.STOP else self.tokens
 
 
 class OneMask:
