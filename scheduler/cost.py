@@ -6,6 +6,7 @@ seen the best is thought, it is tried if that would pay, and then known.
 """
 
 from bisect import bisect_left
+from itertools import pairwise
 
 import msgspec
 
@@ -102,13 +103,37 @@ class CostTable:
     def rows_within(self, seconds: float, beside: RoundShape, start: int) -> int:
         """How many rows can be added to a round, in a window that begins at `start`, for it to take no longer: as many
         as make it a full cell. 0 where even one makes it too long, and no end to them if no round was ever timed.
+
+        Nothing is tried here, for others would have to wait: an unseen cell is thought to cost what lies between its
+        seen neighbours.
         """
-        for total, price in zip(reversed(ROWS), reversed(self.prices(wide=True)), strict=True):
+        for total, price in zip(reversed(ROWS), reversed(self._careful_prices()), strict=True):
             rows = total - beside.rows
             attention = beside.attention + rows * (start + rows)
             if rows > 0 and (price + self._attention * attention) * self._drift <= seconds:
                 return rows
         return 0
+
+    def _careful_prices(self) -> list[float]:
+        """Per cell of `ROWS`, seconds without attention: of unseen ones by the line between their neighbours, and from
+        the last one on by the rows' own price.
+        """
+        cells = self._cells[True] or self._cells[False]
+        best = self.prices(wide=True)
+        seen = sorted(cells)
+        if not seen:
+            return best
+        careful = list(best)
+        for left, right in pairwise(seen):
+            for index in range(left + 1, right):
+                share = (ROWS[index] - ROWS[left]) / (ROWS[right] - ROWS[left])
+                careful[index] = best[left] + (best[right] - best[left]) * share
+        first, last = seen[0], seen[-1]
+        slope = (best[last] - best[first]) / (ROWS[last] - ROWS[first]) if last > first else best[last] / ROWS[last]
+        for index in range(last + 1, len(ROWS)):
+            careful[index] = best[last] + slope * (ROWS[index] - ROWS[last])
+        careful[:first] = [best[first]] * first
+        return careful
 
     def prices(self, *, wide: bool) -> list[float]:
         """Per cell of `ROWS`, seconds without attention; more rows never cost less. Where no wide round was ever seen,

@@ -18,9 +18,9 @@ from scheduler.round import Window, shape_of
 _LANES = 8
 _MOST_SECONDS = 2.0
 """When it has taken so long, larger rounds are left for service to time."""
+_CHUNKS = (32, 96, 256)
+"""Rows of prefill that are timed too, in another `_MOST_SECONDS`."""
 _GREEDY = Sampling(temperature=0.0)
-
-
 _WARM = Sampling(temperature=1.0, top_p=0.9, min_p=0.01, logprobs=1)
 """What takes most to draw from."""
 _MEASURED_ROWS = 512
@@ -36,21 +36,27 @@ class LargestRound(msgspec.Struct, frozen=True):
 
 
 def timed_rounds(backend: Backend) -> tuple[tuple[RoundShape, float], ...]:
-    """Shapes and seconds of plain and of wide rounds, smallest first; each is run twice and timed the second time.
+    """Shapes and seconds of plain and of wide rounds and of chunks, smallest first; each is run twice and timed the
+    second time.
 
     Call while no lane is served. Leaves the backend empty.
     """
+    longest = backend.info.context_length - 1
+    chunks = ([_chunk(0, 0, rows)] for rows in _CHUNKS if rows < longest)
+    timed = (*_timed(backend, _rounds()), *_timed(backend, chunks))
+    _release(backend, range(_LANES))
+    return timed
+
+
+def _timed(backend: Backend, rounds: Iterable[Sequence[Window]]) -> Iterator[tuple[RoundShape, float]]:
     begun = time.perf_counter()
-    timed: list[tuple[RoundShape, float]] = []
-    for windows in _rounds():
+    for windows in rounds:
         _run(backend, windows)
         start = time.perf_counter()
         _run(backend, windows)
-        timed.append((shape_of(windows), time.perf_counter() - start))
+        yield shape_of(windows), time.perf_counter() - start
         if time.perf_counter() - begun > _MOST_SECONDS:
-            break
-    _release(backend, range(_LANES))
-    return tuple(timed)
+            return
 
 
 def scratch_of(backend: Backend, device: DeviceMemory, largest: LargestRound) -> Scratch:

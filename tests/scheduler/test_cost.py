@@ -119,14 +119,33 @@ def test_rows_within_a_time_are_the_most_that_fill_a_cell_and_take_no_longer(
 
     rows = table.rows_within(limit, beside, start)
     full = [total - beside.rows for total in ROWS if total > beside.rows]
-    assert rows == max((rows for rows in full if takes(rows) <= limit), default=0)
+    assert rows in {0, *full}
+    assert not rows or takes(rows) <= limit, "what is said to fit does, by the best that is thought of it"
+
+
+def test_rows_within_a_time_are_not_tried_out() -> None:
+    """Others wait for the round: between two sizes that were seen a straight line is thought, behind the last the price
+    of a row.
+    """
+    table = taught((8, True, 0.05), (64, True, 0.33))
+    alone = RoundShape(0, False, 0)
+    assert [table.rows_within(limit, alone, 0) for limit in (0.051, 0.131, 0.211, 0.331, 0.491, 0.651)] == [
+        8,
+        24,
+        40,
+        64,
+        96,
+        128,
+    ]
+    assert table.rows_within(0.04, alone, 0) == 0
+    assert table.seconds(RoundShape(40, True, 0)) == pytest.approx(0.05), "drafts are tried out"
 
 
 def test_rows_within_a_time_depend_on_what_is_beside_them_and_on_how_far_the_text_is() -> None:
     table = taught((8, True, 0.05), (64, True, 0.2), (256, True, 0.8))
     alone = RoundShape(0, False, 0)
-    assert table.rows_within(0.25, alone, 0) == 224, "cells that were not seen cost what the next smaller does"
-    assert table.rows_within(0.25, RoundShape(100, False, 0), 0) == 124
+    assert table.rows_within(0.351, alone, 0) == 112
+    assert table.rows_within(0.351, RoundShape(50, False, 0), 0) == 62
     assert table.rows_within(0.001, RoundShape(8, False, 0), 0) == 0
     assert CostTable().rows_within(0.0, alone, 0) == ROWS[-1], "nothing is known of any round"
     for attention in range(0, 70_000, 1000):
