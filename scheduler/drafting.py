@@ -16,12 +16,17 @@ from scheduler.round import Round, Window, shape_of
 class Drafting:
     """Stands between the sources and the planner. Written by `Scheduler`, and by `Executor` for what sources say."""
 
-    def __init__(self, lanes: Mapping[str, Lane], pace: Planner, *, most: int, round_rows: int) -> None:
-        """`lanes` are the scheduler's own, to be read only; `most` tokens are drafted for one of them at once."""
+    def __init__(
+        self, lanes: Mapping[str, Lane], pace: Planner, *, most: int, round_rows: int, itl_target: float = 0.0
+    ) -> None:
+        """`lanes` are the scheduler's own, to be read only; `most` tokens are drafted for one of them at once. Rounds
+        with chunks do not become longer by drafts than `itl_target`, in seconds; 0 for no such limit.
+        """
         self._lanes = lanes
         self._pace = pace
         self._most = most
         self._round_rows = round_rows
+        self._itl_target = itl_target
         self._offered: list[LaneOffers] = []
         """What the lanes could draft whose draws come next."""
 
@@ -57,6 +62,9 @@ class Drafting:
         """Give each window the draft that pays, of those that its lane was offered."""
         chunks = [window for window in planned.windows if not window.samples]
         room = self._round_rows - sum(window.rows for window in planned.windows)
+        if chunks and self._itl_target:
+            furthest = max((lane.cached for lane in self._offered), default=0)
+            room = min(room, self._pace.rows_within(self._itl_target, shape_of(planned.windows), furthest))
         chosen = self._pace.choose(self._offered, shape_of(chunks), room)
         if not chosen:
             return planned

@@ -45,10 +45,6 @@ _MARGIN = 1.02
 """A draft must promise so much more than a plain round: estimates err, and plain rounds pipeline."""
 
 
-_STRETCH = 1.5
-"""How much longer a chunk may make a round that takes too long by itself."""
-
-
 class Planner(Protocol):
     """Decides what is drafted. Implemented by `Pace`."""
 
@@ -78,6 +74,10 @@ class Planner(Protocol):
         """The most rows of a chunk, whose lane's caches hold `start` tokens, that can be added to a round of the shape
         `beside` for it to take no longer than this; 0 if there is no room for one.
         """
+        ...
+
+    def seconds(self, shape: RoundShape) -> float:
+        """What a round would take; 0 before anything is known of any."""
         ...
 
     def observe(self, lane: LaneOffers, came: Sequence[int]) -> None:
@@ -179,10 +179,12 @@ class Pace:
         return best
 
     def rows_within(self, seconds: float, beside: RoundShape, start: int) -> int:
-        """By what rounds cost; as many as there may be before any was timed. Where the round is long without a chunk
-        already, it may become half as long again: a prompt must not be read for ever.
-        """
-        return self.costs.rows_within(max(seconds, _STRETCH * self.costs.seconds(beside)), beside, start)
+        """By what rounds cost; as many as there may be before any was timed."""
+        return self.costs.rows_within(seconds, beside, start)
+
+    def seconds(self, shape: RoundShape) -> float:
+        """By what rounds cost."""
+        return self.costs.seconds(shape)
 
     def _steps(self, lanes: Sequence[LaneOffers], best: Mapping[str, Choice]) -> list["_Step"]:
         """What can be added to a plain round, in the order in which to add it."""
@@ -289,6 +291,10 @@ class Headlong:
     def rows_within(self, seconds: float, beside: RoundShape, start: int) -> int:  # noqa: ARG002
         """Any number."""
         return ROWS[-1]
+
+    def seconds(self, shape: RoundShape) -> float:  # noqa: ARG002
+        """Knows nothing."""
+        return 0.0
 
     def observe(self, lane: LaneOffers, came: Sequence[int]) -> None:
         """Learns nothing."""

@@ -44,6 +44,8 @@ class Limits(msgspec.Struct, frozen=True):
 
 _LEAST_CHUNK = 8
 """Rows that a prefill gets in any case: it must come to an end."""
+_STRETCH = 1.5
+"""How much longer a chunk may make a round that takes too long by itself."""
 _WORTH_SHARING = 16
 """Tokens in common for which a lane waits for another one's prefill; fewer only if they are all there is."""
 _COMPARED = 256
@@ -77,7 +79,9 @@ class Scheduler:
         self._waiting = FairQueue()
         self._lanes: dict[str, Lane] = {}
         """In order of admission."""
-        self.drafting = Drafting(self._lanes, pace, most=limits.draft_tokens, round_rows=limits.round_rows)
+        self.drafting = Drafting(
+            self._lanes, pace, most=limits.draft_tokens, round_rows=limits.round_rows, itl_target=limits.itl_target
+        )
         self._free_slots = list(range(limits.max_lanes))
         """A heap."""
         self._timed: dict[str, Lane] = {}
@@ -270,10 +274,9 @@ class Scheduler:
         left -= min(sum(window.budget for window in decoding), left // 2)
         if not decoding or not prefilling or not self._limits.itl_target:
             return left
-        furthest = max(feed.start for feed in prefilling)
-        return min(
-            left, max(_LEAST_CHUNK, self._pace.rows_within(self._limits.itl_target, shape_of(decoding), furthest))
-        )
+        beside, furthest = shape_of(decoding), max(feed.start for feed in prefilling)
+        seconds = max(self._limits.itl_target, _STRETCH * self._pace.seconds(beside))
+        return min(left, max(_LEAST_CHUNK, self._pace.rows_within(seconds, beside, furthest)))
 
     def _feed(self, lane: Lane) -> Feed | None:
         """What a lane is fed next; None while it waits for its beginning, from another lane or the prefix cache."""

@@ -17,6 +17,10 @@ class _Costs:
         """As `Pace` says it, so that prefill is the same under all policies."""
         return self._costs.rows_within(seconds, beside, start)
 
+    def seconds(self, shape: RoundShape) -> float:
+        """As `Pace` says it."""
+        return self._costs.seconds(shape)
+
     def timed(self, shape: RoundShape, seconds: float) -> None:
         """A round took so long."""
         self._costs.observe(shape, seconds)
