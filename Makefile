@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
+JOBS ?= 2
 
 .PHONY: install serve test test-fast test-models check format bench lock clean
 
@@ -21,11 +22,12 @@ install: .venv/installed
 serve: .venv/installed
 	$(BIN)/paceline serve $(ARGS)
 
+# In JOBS processes, each with files of its own: much of a test's time is one processor's.
 test: .venv/installed-dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 test-fast: .venv/installed-dev
-	$(BIN)/python -m pytest -m "not slow and not real_model and not models" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not slow and not real_model and not models" $(ARGS)
 
 # Every text architecture of mlx-lm, tiny, and Gemma 3 270M (250 MB, under the Gemma terms) where it can be fetched.
 test-models: .venv/installed-dev

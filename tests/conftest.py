@@ -19,6 +19,15 @@ settings.register_profile(
 settings.load_profile("paceline")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where tests run in several processes, a file stays in one of them, and all that compute with the real model stay
+    together: two such servers at once take each other's processors away.
+    """
+    for item in items:
+        real = item.get_closest_marker("real_model") is not None
+        item.add_marker(pytest.mark.xdist_group("real model" if real else str(item.path)))
+
+
 def paceline_home() -> Path:
     """Where the tests keep the default model: `PACELINE_HOME`, else a folder of the checkout's environment."""
     return Path(os.environ.get("PACELINE_HOME") or Path(__file__).parent.parent / ".venv" / "paceline-home").resolve()

@@ -49,8 +49,12 @@ _TOKENS = (32, 96)
 """Lengths of answers, so that lanes do not all end in the same round."""
 _SETTLING = 0.2
 """The share of a run that passes before it counts: until then lanes and queue are filled."""
-_MOST_PAUSE_S = 1.0
-"""Clients come again at the latest then, whatever they were told: so the pressure stays."""
+_MOST_PAUSE_S = 10.0
+"""Clients do as Retry-After says, as those of OpenAI and Anthropic do, but come again at the latest then: so there is
+pressure. (Each refusal takes time of the processors that the model computes on.)
+"""
+_PAUSE_S = 1.0
+"""Where they are told nothing."""
 _RETRY_AFTER = re.compile(rb"\r\nretry-after:\s*(\d+)", re.IGNORECASE)
 _REFUSED = b"HTTP/1.1 429 "
 
@@ -172,7 +176,7 @@ def pause_after(ended: Exchange) -> float | None:
     if not head.startswith(_REFUSED):
         return None
     told = _RETRY_AFTER.search(head)
-    return min(float(told.group(1)), _MOST_PAUSE_S) if told else _MOST_PAUSE_S
+    return min(float(told.group(1)), _MOST_PAUSE_S) if told else _PAUSE_S
 
 
 def crowd_of(tried: Sequence[Tried], keys: Mapping[str, int], begin: float, end: float) -> Crowd:

@@ -126,7 +126,9 @@ def test_load_drives_a_server_that_is_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "complaint"), [("localhost", "want http"), (f"http://127.0.0.1:{free_port()}", "cannot list the models")]
+    ("url", "complaint"),
+    [("localhost", "want http"), (f"http://127.0.0.1:{free_port()}", "cannot list the models")],
+    ids=["no url", "nobody there"],
 )
 def test_load_refuses_what_it_cannot_drive(url: str, complaint: str) -> None:
     done = bench("load", "--url", url)
