@@ -2,12 +2,15 @@
 
 from collections.abc import Callable
 
+import anyio
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api.errors import ApiError
 from api.metrics import Refusal
 
+_LINGER_SECONDS = 2.0
+"""How long a refused client may go on sending before its connection ends."""
 _PIECE = 64 * 1024
 """So much of a response is handed over at once. A slow client has the time of one write for each."""
 
@@ -46,6 +49,17 @@ class Bodies:
                     return bytes(body)
         finally:
             self.held -= len(body)
+
+    async def refuse(self, response: Response, receive: Receive, send: Send) -> None:
+        """Answer at once, and end when the client has sent its body, of which nothing is kept, or has had its time: a
+        connection that is closed on a client that still sends is reset, and takes the answer with it.
+        """
+        await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+        await send({"type": "http.response.body", "body": bytes(response.body), "more_body": True})
+        with anyio.move_on_after(_LINGER_SECONDS):
+            while (message := await receive())["type"] != "http.disconnect" and message.get("more_body", False):
+                pass
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _check(self, length: int) -> None:
         if length > self._most:

@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from api.errors import ApiError, invalid
 from api.metrics import Refusal
 from api.openai.constraint import Asked
+from api.openai.errors import error_response
 from api.openai.prepare import TimeLimit, time_limit
 from api.openai.reply import Order, Reply
 from api.openai.schema import Body, parse
@@ -47,8 +48,12 @@ class GenerationEndpoint(Generic[Body]):
         arrival = Arrival(time.perf_counter(), time.monotonic())
         service, owner = self._service, scope.get(OWNER, "")
         service.model()
-        service.door.check(owner)  # where there is no room for anybody, no body need be read to say so
-        raw = await service.bodies.read(scope, receive)
+        try:
+            service.door.check(owner)  # where there is no room for anybody, no body need be held to say so
+            raw = await service.bodies.read(scope, receive)
+        except ApiError as error:
+            await service.bodies.refuse(error_response(error), receive, send)
+            return
         if raw is None:
             return
         body = parse(raw, self._kind)

@@ -36,8 +36,10 @@ LOAD = 0.8
 """Of what the server can do."""
 _MOST_RATE = 50.0
 """Requests a second: the pseudo-model could do more than a client beside it."""
-_SMALL_CACHES = ("--prefix-ssd", "256MB", "--history-bytes", str(4 << 20), "--write-seconds", "10")
+_SMALL_CACHES = ("--history-bytes", str(4 << 20), "--write-seconds", "10")
 _PREFIX_RAM = {"mlx": "64MB", "fake": "1MB"}
+_PREFIX_SSD = {"mlx": "256MB", "fake": "8MB"}
+"""Small enough to be full in the first third: the files' index is in memory."""
 _SAMPLE_S = 5.0
 _SHOWN_SAMPLES = 10
 _QUIET_S = 30.0
@@ -97,7 +99,7 @@ def soak(
     try:
         subject = Subject.told(model, backend, program, arguments)
         with TemporaryDirectory(prefix="paceline-bench-") as folder:
-            ram = ("--prefix-ram", _PREFIX_RAM[backend], "--prefix-dir", folder)
+            ram = ("--prefix-ram", _PREFIX_RAM[backend], "--prefix-ssd", _PREFIX_SSD[backend], "--prefix-dir", folder)
             with subject.daemon("--max-lanes", str(LANES), *_SMALL_CACHES, *ram) as server:
                 scene = Scene(server, Script(target_of(server), subject.tokens, small_schemas(), seed), timeout)
                 soaked = _soaked(scene, due, 60 * minutes, measure, Path(folder))

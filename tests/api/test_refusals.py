@@ -214,3 +214,16 @@ async def visit(server: RunningServer, body: bytes, random: Random) -> bytes:
     except ConnectionError:
         return b""
     return told[9:12]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_sends_a_large_body_hears_that_the_queue_is_full(
+    full: tuple[RunningServer, Gated, Held], stream: bool
+) -> None:
+    """Were its body left unread, the connection would be reset while it sends."""
+    server, backend, held = full
+    with server.client() as client:
+        answer = client.post(CHAT, json=ask("x" * (8 << 20), stream=stream))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+    backend.open()
+    held.join()
