@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from api.body import ReadToTheEnd
 from api.cache import CacheAdmin
 from api.errors import ApiError, from_starlette
 from api.openai.chat import prepare_chat
@@ -37,7 +38,7 @@ def create_app(service: Service) -> ASGIApp:
     app = KeyCheck(app, settings.api_keys)
     app = OriginCheck(app)
     app = HostCheck(app, settings.allowed_hosts, settings.any_address)
-    return RequestId(app)
+    return ReadToTheEnd(RequestId(app))
 
 
 def _routes(service: Service) -> Starlette:

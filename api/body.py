@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import anyio
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.errors import ApiError
 from api.metrics import Refusal
@@ -50,17 +50,6 @@ class Bodies:
         finally:
             self.held -= len(body)
 
-    async def refuse(self, response: Response, receive: Receive, send: Send) -> None:
-        """Answer at once, and end when the client has sent its body, of which nothing is kept, or has had its time: a
-        connection that is closed on a client that still sends is reset, and takes the answer with it.
-        """
-        await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
-        await send({"type": "http.response.body", "body": bytes(response.body), "more_body": True})
-        with anyio.move_on_after(_LINGER_SECONDS):
-            while (message := await receive())["type"] != "http.disconnect" and message.get("more_body", False):
-                pass
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
     def _check(self, length: int) -> None:
         if length > self._most:
             raise _too_large(self._most)
@@ -68,6 +57,42 @@ class Bodies:
             self._refused(Refusal.BODY)
             message = "too many large bodies are being read; try again later"
             raise ApiError(503, message, code="too_many_bodies", retry_after=1, headers=_CLOSE)
+
+
+class ReadToTheEnd:
+    """Whoever is answered before its body was read, as every refusal is, hears the answer at once; but the response
+    only ends when the client has sent its body, of which nothing is kept, or has had its time. A connection that is
+    closed on a client that still sends is reset, and takes the answer with it.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Requests without a body pass through."""
+        if scope["type"] != "http" or not _has_body(scope):
+            await self._app(scope, receive, send)
+            return
+        ended = False
+
+        async def receive_and_note() -> Message:
+            nonlocal ended
+            message = await receive()
+            ended = message["type"] == "http.disconnect" or not message.get("more_body", False)
+            return message
+
+        async def send_and_read(message: Message) -> None:
+            last = message["type"] == "http.response.body" and not message.get("more_body", False)
+            if not last or ended:
+                await send(message)
+                return
+            await send({**message, "more_body": True})
+            with anyio.move_on_after(_LINGER_SECONDS):
+                while not ended:
+                    await receive_and_note()
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        await self._app(scope, receive_and_note, send_and_read)
 
 
 async def send_whole(response: Response, send: Send) -> None:
@@ -80,6 +105,10 @@ async def send_whole(response: Response, send: Send) -> None:
 
 
 _CLOSE = (("connection", "close"),)
+
+
+def _has_body(scope: Scope) -> bool:
+    return _announced(scope) > 0 or any(name == b"transfer-encoding" for name, _ in scope["headers"])
 
 
 def _announced(scope: Scope) -> int:

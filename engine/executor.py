@@ -19,12 +19,10 @@ from scheduler.request import Sampling
 from scheduler.round import Drawn, LaneResult, Round, Window
 from scheduler.scheduler import Scheduler
 
-Offers = dict[str, tuple[Offer, ...]]
-"""What the sources offer, by request."""
-
-
 _log = logging.getLogger("paceline.engine")
 
+Offers = dict[str, tuple[Offer, ...]]
+"""What the sources offer, by request."""
 _PROBE = Window(0, "probe", 0, (0,), samples=True, sampling=Sampling(temperature=0.0), reach=2)
 """What is computed to see whether anything can be."""
 _PROBES = 3

@@ -228,15 +228,14 @@ class Engine:
                 clock=_now,
                 prefix=self._prefix,
             )
-            try:
-                self._serve(loop, backend)
-            finally:
-                backend.rest()
+            self._serve(loop, backend)
             if self._prefix is not None:
                 self._prefix.close(_FLUSH_SECONDS)
         except BaseException as error:  # the named boundary of the engine thread: every client is told
             _log.exception("the engine thread died")
             self._to_event_loop(self._on_broken, error)
+        finally:
+            backend.rest()
 
     def _open_prefix(self, backend: Backend) -> PrefixCache | None:
         """Without files where they cannot be had: the reason is logged, and serving goes on."""

@@ -12,7 +12,6 @@ from starlette.types import Receive, Scope, Send
 from api.errors import ApiError, invalid
 from api.metrics import Refusal
 from api.openai.constraint import Asked
-from api.openai.errors import error_response
 from api.openai.prepare import TimeLimit, time_limit
 from api.openai.reply import Order, Reply
 from api.openai.schema import Body, parse
@@ -48,12 +47,8 @@ class GenerationEndpoint(Generic[Body]):
         arrival = Arrival(time.perf_counter(), time.monotonic())
         service, owner = self._service, scope.get(OWNER, "")
         service.model()
-        try:
-            service.door.check(owner)  # where there is no room for anybody, no body need be held to say so
-            raw = await service.bodies.read(scope, receive)
-        except ApiError as error:
-            await service.bodies.refuse(error_response(error), receive, send)
-            return
+        service.door.check(owner)  # where there is no room for anybody, no body need be held to say so
+        raw = await service.bodies.read(scope, receive)
         if raw is None:
             return
         body = parse(raw, self._kind)

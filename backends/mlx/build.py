@@ -107,9 +107,8 @@ def _bound(backend: MLXBackend, ledger: LaneLedger, memory: MemoryLimit, largest
     machine = describe_device()
     device = device_memory(machine.kind, machine.recommended_bytes)
     scratch = scratch_of(backend, device, largest)
-    left = (
-        largest.lanes * ledger.state_bytes // ROWS_PER_LANE
-    )  # lanes' that left, until the next round has replaced all
+    # States of lanes that left live on until the next round has replaced all.
+    left = largest.lanes * ledger.state_bytes // ROWS_PER_LANE
     scratch = msgspec.structs.replace(scratch, fixed=scratch.fixed + left)
     device.clear()
     info = backend.info
