@@ -27,8 +27,8 @@ class Drafting:
         self._most = most
         self._round_rows = round_rows
         self._itl_target = itl_target
-        self._offered: list[LaneOffers] = []
-        """What the lanes could draft whose draws come next."""
+        self._offered: dict[str, LaneOffers] = {}
+        """What the lanes could draft whose draws come next, by request."""
 
     def limit(self, lane: Lane) -> int:
         """The most that may ever be drafted for a lane at once."""
@@ -45,14 +45,16 @@ class Drafting:
 
     def offer(self, coming: Round, offers: Mapping[str, tuple[Offer, ...]]) -> None:
         """Note what could be drafted in a round: `draft` chooses from it, and what comes is held against all of it."""
-        self._offered = [
-            LaneOffers(window.request_id, window.start, offers.get(window.request_id, ()), self._budget(window))
+        self._offered = {
+            window.request_id: LaneOffers(
+                window.request_id, window.start, offers.get(window.request_id, ()), self._budget(window)
+            )
             for window in self._drawing(coming)
-        ]
+        }
 
     def depth(self, source: str, request_ids: Sequence[str]) -> int:
         """How deep to ask a source whose asking costs time, for these lanes among those that were offered something."""
-        return self._pace.depth(source, self._offered, frozenset(request_ids))
+        return self._pace.depth(source, self._lanes_offered(), frozenset(request_ids))
 
     def asked(self, source: str, lanes: int, depth: int, seconds: float) -> None:
         """Asking it took so long."""
@@ -63,26 +65,28 @@ class Drafting:
         chunks = [window for window in planned.windows if not window.samples]
         room = self._round_rows - sum(window.rows for window in planned.windows)
         if chunks and self._itl_target:
-            furthest = max((lane.cached for lane in self._offered), default=0)
+            furthest = max((lane.cached for lane in self._offered.values()), default=0)
             room = min(room, self._pace.rows_within(self._itl_target, shape_of(planned.windows), furthest))
-        chosen = self._pace.choose(self._offered, shape_of(chunks), room)
+        chosen = self._pace.choose(self._lanes_offered(), shape_of(chunks), room)
         if not chosen:
             return planned
         return Round(tuple(_drafting(window, chosen.get(window.request_id)) for window in planned.windows))
 
     def would_draft(self) -> bool:
         """Whether it looks as if drafts would pay in the round after the one that the offers are for."""
-        return self._pace.would_draft(self._offered)
+        return self._pace.would_draft(self._lanes_offered())
 
     def observe(self, request_id: str, came: Sequence[int]) -> None:
         """What came where a lane had its offers."""
-        for offers in self._offered:
-            if offers.request_id == request_id:
-                self._pace.observe(offers, came)
+        if (offers := self._offered.get(request_id)) is not None:
+            self._pace.observe(offers, came)
 
     def settle(self) -> None:
         """The round is over; the offers were for it."""
-        self._offered = []
+        self._offered = {}
+
+    def _lanes_offered(self) -> list[LaneOffers]:
+        return list(self._offered.values())
 
     def _drawing(self, planned: Round) -> list[Window]:
         return [window for window in planned.windows if window.samples and window.request_id in self._lanes]
