@@ -48,8 +48,10 @@ def on_a_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 
 
 @contextlib.asynccontextmanager
-async def engine_of(make_backend: Callable[[], Backend], config: EngineConfig = CONFIGS[0]) -> AsyncIterator[Engine]:
-    engine = Engine(make_backend, config)
+async def engine_of(
+    make_backend: Callable[[], Backend], config: EngineConfig = CONFIGS[0], *, rests_after: float = 0.0
+) -> AsyncIterator[Engine]:
+    engine = Engine(make_backend, config, rests_after=rests_after)
     engine.start()
     try:
         yield engine
@@ -473,6 +475,21 @@ async def test_an_idle_engine_says_that_it_is_alive() -> None:
             await asyncio.to_thread(backend.rested.acquire)
             beats.add(engine.beat)
         assert len(beats) == 3
+
+
+@on_a_loop
+async def test_between_two_requests_that_follow_each_other_nothing_is_given_back() -> None:
+    backend = Resting()
+    async with engine_of(lambda: backend, rests_after=3600.0) as engine:
+        await engine.ready()
+        seen = set()
+        for place in range(3):
+            await ask(engine, request(f"r{place}", 5))
+            while engine.beat in seen:
+                await asyncio.sleep(0.01)
+            seen.add(engine.beat)
+        assert not backend.rested.acquire(blocking=False)
+    assert backend.rested.acquire(blocking=False)  # at its end
 
 
 @on_a_loop
