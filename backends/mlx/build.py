@@ -16,7 +16,7 @@ import msgspec
 from mlx.nn.layers.base import Module
 
 from backends.base import KVQuantization, ModelInfo
-from backends.mlx import exponential
+from backends.mlx import exponential, heap
 from backends.mlx.backend import MLXBackend
 from backends.mlx.blocks import LaneBlocks
 from backends.mlx.caches.kinds import AttentionKind, Kind, UnknownCacheError, attention_kinds, layer_kinds, quantized
@@ -62,6 +62,7 @@ def load_backend(
     a draft model with another vocabulary than the model's, or whose caches cannot be cut; and where the memory is not
     enough for the shortest lane.
     """
+    heap.keep_freed()
     name, folder = locate(reference, home, progress)
     drafting = locate(draft_model, home, progress) if draft_model is not None else None
     if drafting is not None and not drafting[1].samefile(folder):

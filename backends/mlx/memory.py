@@ -13,6 +13,7 @@ import msgspec
 
 from backends.base import MOST_DRAFT_TOKENS, Budget, MemoryUse
 from backends.groups import capacity_class, longest_lane
+from backends.mlx import heap
 from backends.mlx.verify import LaneStore
 
 # ---- lanes -----------------------------------------------------------------------------------------------------------
@@ -151,6 +152,10 @@ class DeviceMemory(Protocol):
         ...
 
     def clear(self) -> None:
+        """Keep nothing of what was freed for arrays of the same sizes."""
+        ...
+
+    def give_back(self) -> None:
         """Keep nothing of what was freed."""
         ...
 
@@ -176,8 +181,13 @@ class PlainMemory:
         return 0
 
     def clear(self) -> None:
-        """Empty MLX's buffer cache."""
+        """Empty MLX's buffer cache, into the process's heap."""
         mx.clear_cache()
+
+    def give_back(self) -> None:
+        """Empty both."""
+        mx.clear_cache()
+        heap.give_back()
 
     def use(self) -> MemoryUse:
         """MLX's own counts."""
@@ -234,7 +244,7 @@ class Residence:
         if self._before is not None:
             self._device.wire(self._before)
             self._before = None
-        self._device.clear()
+        self._device.give_back()
 
     def use(self) -> MemoryUse:
         """What is held now."""

@@ -346,6 +346,7 @@ class FakeDevice:
         self.limits: list[tuple[int, int]] = []
         self.wired = 7
         self.cleared = 0
+        self.given_back = 0
 
     def limit(self, total: int, cached: int) -> None:
         self.limits.append((total, cached))
@@ -356,6 +357,9 @@ class FakeDevice:
 
     def clear(self) -> None:
         self.cleared += 1
+
+    def give_back(self) -> None:
+        self.given_back += 1
 
     def use(self) -> MemoryUse:
         return MemoryUse(1, 2, 3)
@@ -382,16 +386,16 @@ class Resting(RuleBasedStateMachine):
 
     @rule()
     def rest(self) -> None:
-        cleared = self.device.cleared
+        given_back = self.device.given_back
         self.residence.rest()
         self.running = False
-        assert self.device.cleared == cleared + 1
+        assert self.device.given_back == given_back + 1
 
     @rule()
     def prefill(self) -> None:
-        cleared = self.device.cleared
+        cleared, given_back = self.device.cleared, self.device.given_back
         self.residence.prefilled()
-        assert self.device.cleared == cleared + 1
+        assert (self.device.cleared, self.device.given_back) == (cleared + 1, given_back)
 
     @invariant()
     def wired_while_it_runs(self) -> None:
