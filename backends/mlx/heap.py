@@ -19,7 +19,7 @@ def keep_freed() -> bool:
     if libc is None:
         return False
     told = ((_MMAP_THRESHOLD, 32 << 20), (_TRIM_THRESHOLD, 2**31 - 1), (_TOP_PAD, _LARGEST_HEAP))
-    return all([libc.mallopt(parameter, value) == 1 for parameter, value in told])
+    return all(libc.mallopt(parameter, value) == 1 for parameter, value in told)
 
 
 def give_back() -> bool:
