@@ -18,6 +18,7 @@ from engine.thread import Engine, EngineState, Mailbox
 from scheduler.events import Finished, Tokens
 from scheduler.request import FinishReason, Request, Sampling
 from scheduler.round import Window
+from tests.api.servers import eventually
 from tests.engine.served import Terse, decode
 
 STOPS = frozenset({EOS})
@@ -485,8 +486,7 @@ async def test_between_two_requests_that_follow_each_other_nothing_is_given_back
         seen = set()
         for place in range(3):
             await ask(engine, request(f"r{place}", 5))
-            while engine.beat in seen:
-                await asyncio.sleep(0.01)
+            await asyncio.to_thread(eventually, lambda: engine.beat not in seen, "it is alive")
             seen.add(engine.beat)
         assert not backend.rested.acquire(blocking=False)
     assert backend.rested.acquire(blocking=False)  # at its end
