@@ -3,7 +3,6 @@
 A request has one end: a finish reason and `[DONE]`, or one error; nothing comes behind it.
 """
 
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from deploy.bench.wire import Ends, Reply, count_ends, read_reply, server_sent_e
 FLAT = 1.02
 """The most that memory may be at the end over what it was when the caches had filled."""
 _WINDOW = 0.15
-"""The share of the run that each of the two is the mean of."""
+"""The share of the run that each of the two is the most of."""
 _SETTLED = 1 / 3
 """The share of the run after which caches count as full."""
 _FULL = 0.9
@@ -146,7 +145,9 @@ class Memory:
     """Resident memory at the end of a run over what it was when the caches had filled."""
 
     ratio: Spread
-    """Of the mean of the last window, its smallest and its largest sample, over the mean of the first one."""
+    """Of the last window's largest sample, and of its smallest, over the first one's largest: an engine that rests
+    gives memory back, so that what must not grow is the most that it has.
+    """
     filled_at: float | None
     """When the prefix cache's part of memory was full; None if it never was."""
     begin: float
@@ -164,8 +165,8 @@ def memory_of(samples: Sequence[Sample], seconds: float, most_prefix: float) -> 
     last = [sample.resident for sample in samples if seconds * (1 - _WINDOW) <= sample.at <= seconds]
     if not first or not last:
         raise ValueError(f"{len(samples)} samples of memory are too few to compare")
-    base = statistics.mean(first)
-    return Memory(Spread(statistics.mean(last) / base, min(last) / base, max(last) / base), filled_at, begin)
+    base, most = max(first), max(last)
+    return Memory(Spread(most / base, min(last) / base, most / base), filled_at, begin)
 
 
 def spread_over(samples: Sequence[Sample], count: int) -> list[Sample]:

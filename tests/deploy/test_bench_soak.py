@@ -160,7 +160,14 @@ def test_memory_may_grow_until_the_caches_are_full_and_not_after_that() -> None:
     assert (flat.ratio.median, flat.begin, flat.filled_at) == (1.0, pytest.approx(100 / 3), 0.0)
     leaking = memory_of(samples(*filling, *[1.0 + at / 1000 for at in range(70)]), 100.0, 100.0)
     assert leaking.ratio.median > FLAT
-    assert leaking.ratio.low < leaking.ratio.median < leaking.ratio.high
+    assert leaking.ratio.low < leaking.ratio.median == leaking.ratio.high
+
+
+def test_memory_that_is_given_back_in_between_is_no_leak() -> None:
+    resting = memory_of(samples(*[1.0, 0.7] * 50), 100.0, 100.0)
+    assert (resting.ratio.median, resting.ratio.low) == (1.0, 0.7)
+    begun_at_rest = memory_of(samples(*[0.7] * 40, *[1.0] * 60), 100.0, 100.0)
+    assert begun_at_rest.ratio.median == 1.0
 
 
 def test_it_is_compared_from_when_the_prefix_cache_was_full_if_that_is_later() -> None:
