@@ -9,6 +9,7 @@ from backends.base import Blocks, Flight, Masks, MemoryUse, ModelInfo
 from backends.masks import Allowed, unpack
 from backends.mlx import exponential
 from backends.mlx.adjust import Adjustments, LaneTables
+from backends.mlx.features import Features
 from backends.mlx.memory import LaneLedger, PlainMemory, Residence
 from backends.mlx.rows import Exp, SampledRow
 from backends.mlx.sampler import DrawnRows, draw
@@ -112,7 +113,14 @@ class MLXBackend:
         """With a draft model's lanes, if there is one."""
         self.residence = Residence(PlainMemory())
         """Of what may be held; replaced at load, once that is known."""
+        self.features: Features | None = None
+        """What the forward's taps note, for drafters that read it."""
         self._spoiled: set[int] = set()
+
+    @property
+    def taps(self) -> int:
+        """How many places of the model are tapped."""
+        return 0 if self._forward.taps is None else len(self._forward.taps.taps)
 
     def verify(self, windows: Sequence[Window], after: Flight | None = None, masks: Masks | None = None) -> MLXFlight:
         """Start one forward over all windows, and draw from its sampled rows on the device; with `masks`, once read."""
@@ -121,6 +129,9 @@ class MLXBackend:
         landed = self._landing(windows)
         spoiled, self._spoiled = self._spoiled, set()
         verified = _spoil(self._forward.run(windows, carried), windows, spoiled)
+        if self.features is not None and verified.tapped is not None:
+            self.features.begin(windows, verified.tapped)
+            mx.async_eval(verified.tapped.hidden)
         if verified.logits is None:
             mx.eval(self._forward.buffers())
             return MLXFlight(len(windows), None, landed)
@@ -150,6 +161,8 @@ class MLXBackend:
     def keep(self, kept: Mapping[int, int]) -> dict[int, int]:
         """Cut every lane's caches to what it keeps; all of them can be cut there."""
         self._forward.keep(kept)
+        if self.features is not None:
+            self.features.keep(kept)
         return dict(kept)
 
     def release(self, slot: int) -> None:
@@ -160,6 +173,8 @@ class MLXBackend:
     def reset(self) -> None:
         """Forget every lane."""
         self._forward.reset()
+        if self.features is not None:
+            self.features.reset()
         self._tables.reset()
         if self._pace:
             self._pace.reset()
@@ -185,7 +200,7 @@ def _spoil(verified: Verified, windows: Sequence[Window], slots: Collection[int]
     for each in verified.sampled:
         if windows[each.index].slot in slots:
             added[each.first : each.last] = np.nan
-    return Verified(verified.logits + mx.array(added).astype(verified.logits.dtype), verified.sampled)
+    return Verified(verified.logits + mx.array(added).astype(verified.logits.dtype), verified.sampled, verified.tapped)
 
 
 def _sampled_rows(window: Window) -> list[SampledRow]:

@@ -111,9 +111,14 @@ class HeadRows:
 
     def __init__(self) -> None:
         self.rows: mx.array | None = None
+        self.noting = False
+        """Whether the hidden states of all rows are wanted, too (see `taps`)."""
+        self.noted: mx.array | None = None
 
     def pick(self, hidden: mx.array) -> mx.array:
         """Hidden states `[batch, length, dim]` to the chosen `[1, rows, dim]`."""
+        if self.noting:
+            self.noted = hidden
         if self.rows is None:
             return hidden
         return mx.take(hidden.reshape(-1, hidden.shape[-1]), self.rows, axis=0)[None]

@@ -21,10 +21,11 @@ from backends.mlx.caches.quantized import QuantizedCache, QuantizedShape
 from backends.mlx.caches.recurrent import RecurrentCache
 from backends.mlx.caches.sight import EVERYTHING, Sight
 from backends.mlx.exponential import Attention
-from backends.mlx.layout import WIDEST_SHARED, PackedRound
+from backends.mlx.layout import WIDEST_SHARED, PackedRound, Seated
 from backends.mlx.rectangle import padded_layout
 from backends.mlx.regroup import Regrouping
 from backends.mlx.seam import HeadRows
+from backends.mlx.taps import Taps
 from scheduler.round import Window
 
 
@@ -36,11 +37,20 @@ class SampledWindow(msgspec.Struct, frozen=True):
     last: int
 
 
+class TappedRows(msgspec.Struct, frozen=True):
+    """What the taps noted, `[rows, width]`, and by the window's place in the round where its rows begin."""
+
+    hidden: mx.array
+    firsts: Mapping[int, int]
+
+
 class Verified(msgspec.Struct, frozen=True):
     """What a forward gives: logits `[sampled rows, vocabulary]`, None if no window samples; and whose rows they are."""
 
     logits: mx.array | None
     sampled: tuple[SampledWindow, ...]
+    tapped: TappedRows | None = None
+    """Only where the forward has taps."""
 
 
 class Draws(msgspec.Struct, frozen=True):
@@ -116,6 +126,9 @@ class LaneStore:
 class Forward(Protocol):
     """Runs windows through the model. Implemented packed and padded."""
 
+    taps: Taps | None
+    """What is noted of all rows; None for nothing."""
+
     @property
     def store(self) -> LaneStore:
         """Where the lanes sit, and their buffers."""
@@ -164,6 +177,11 @@ class StoredForward:
         self._model = model
         self._head = head
         self.store = LaneStore(together=together)
+        self.taps: Taps | None = None
+
+    def _tapped(self, indices: Sequence[int], firsts: Sequence[int]) -> TappedRows | None:
+        """What the taps noted in the forward just built, in which these windows' rows begin there."""
+        return None if self.taps is None else TappedRows(self.taps.take(), dict(zip(indices, firsts, strict=True)))
 
     def release(self, slot: int) -> None:
         """Give a lane's seat back. Idempotent."""
@@ -198,6 +216,8 @@ class PackedForward(StoredForward):
         self._caches = [self._cache(kind) for kind in kinds]
         self._regrouped = Regrouping(self._recurrent, self.store.groups, masks=masks)
         self.masks = masks
+        self.arranged: Callable[[Sequence[Seated]], None] | None = None
+        """Told how a round's rows lie before the model is called, for a model that is fed more than tokens."""
 
     @property
     def regrouping(self) -> Regrouping | None:
@@ -240,11 +260,13 @@ class PackedForward(StoredForward):
         self.store.place({window.slot: (max(window.end, window.reach), window.start) for window in windows})
         self._share(windows)
         packed = PackedRound(windows, self.store.groups)
+        if self.arranged is not None:
+            self.arranged(packed.seated)
         for cache in self._attending:
             cache.begin(packed)
         ordered = [entry.window for entry in packed.seated]
-        firsts = [entry.first for entry in packed.seated]
-        rows, sampled = _sampled_rows(ordered, [entry.index for entry in packed.seated], firsts)
+        indices, firsts = [entry.index for entry in packed.seated], [entry.first for entry in packed.seated]
+        rows, sampled = _sampled_rows(ordered, indices, firsts)
         tokens = _packed_tokens(ordered, carried)[:, None]
         try:
             with self._regrouped.building(packed):
@@ -253,7 +275,7 @@ class PackedForward(StoredForward):
             take_back()
         if not all(cache.attended for cache in self._attending):
             raise ValueError(PAST_THE_SEAM)
-        return Verified(logits if rows else None, sampled)
+        return Verified(logits if rows else None, sampled, self._tapped(indices, firsts))
 
     def _share(self, windows: Sequence[Window]) -> None:
         self.store.share(windows)
@@ -298,12 +320,15 @@ class PaddedForward(StoredForward):
         self.store.place({window.slot: (max(window.end, window.reach), window.start) for window in windows})
         self.store.share(windows)
         chunks = [index for index, window in enumerate(windows) if not window.samples]
-        for indices in self._rectangles(windows, chunks):
+        parts = [
             self._run([windows[index] for index in indices], indices, None)
+            for indices in self._rectangles(windows, chunks)
+        ]
         if chunks:
-            mx.async_eval(self.store.arrays())
+            mx.async_eval(self.store.arrays(), *(part.tapped.hidden for part in parts if part.tapped is not None))
         sampled = self._rectangles(windows, [index for index, window in enumerate(windows) if window.samples])
-        return _joined([self._run([windows[index] for index in indices], indices, carried) for indices in sampled])
+        parts += [self._run([windows[index] for index in indices], indices, carried) for indices in sampled]
+        return _joined(parts)
 
     def _rectangles(self, windows: Sequence[Window], indices: Sequence[int]) -> list[list[int]]:
         """Which of them are fed together: as a rule all; but padding must not need a larger class than its lane, and of
@@ -326,11 +351,12 @@ class PaddedForward(StoredForward):
         for cache in self._caches:
             cache.layout = layout
         ordered = [windows[index] for index in layout.order]
+        placed = [indices[index] for index in layout.order]
         firsts = [lane * width for lane in range(layout.lanes)]
-        rows, sampled = _sampled_rows(ordered, [indices[index] for index in layout.order], firsts)
+        rows, sampled = _sampled_rows(ordered, placed, firsts)
         tokens = _padded_tokens(ordered, width, carried)
         logits = _logits(self._model, self._head, tokens, self._caches, rows, layout.lanes * width)
-        return Verified(logits if rows else None, sampled)
+        return Verified(logits if rows else None, sampled, self._tapped(placed, firsts))
 
     def keep(self, kept: Mapping[int, int]) -> None:
         """Nothing needs to be done: what is not kept is overwritten by the lane's next window."""
@@ -345,8 +371,20 @@ def _joined(parts: Sequence[Verified]) -> Verified:
     before = 0
     for part in parts:
         sampled += [SampledWindow(each.index, before + each.first, before + each.last) for each in part.sampled]
-        before = sampled[-1].last
-    return Verified(mx.concatenate(logits) if logits else None, tuple(sampled))
+        before = sampled[-1].last if sampled else 0
+    tapped = _joined_taps([part.tapped for part in parts if part.tapped is not None])
+    return Verified(mx.concatenate(logits) if logits else None, tuple(sampled), tapped)
+
+
+def _joined_taps(parts: Sequence[TappedRows]) -> TappedRows | None:
+    if not parts:
+        return None
+    firsts: dict[int, int] = {}
+    before = 0
+    for part in parts:
+        firsts |= {index: before + first for index, first in part.firsts.items()}
+        before += part.hidden.shape[0]
+    return TappedRows(mx.concatenate([part.hidden for part in parts]), firsts)
 
 
 def _sampled_rows(
