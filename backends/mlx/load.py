@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
@@ -370,6 +371,13 @@ def refuse_other_tokens(name: str, folder: Path, target_name: str, target_folder
         raise LoadError(f"{refused}: another vocabulary (token {known} is {token!r} in {one}, but not in {other})")
     if own.merges != target.merges:
         raise LoadError(f"{refused}: another tokenizer (its merges differ)")
+
+
+def tokenizer_identity(folder: Path) -> str:
+    """What tells a folder's tokens, their ids and merges from all others; 32 hexadecimal digits. Raises LoadError."""
+    tokens = _Tokens.read(folder, str(folder))
+    told = repr((sorted(tokens.ids.items()), tokens.merges))
+    return blake2b(told.encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,13 +89,16 @@ def draw(
     *,
     adjustments: Adjustments | None = None,
     allowed: Allowed | None = None,
+    ids: mx.array | None = None,
     exp: Exp = mx.exp,
 ) -> DrawnRows:
     """Draw from logits `[rows, vocabulary]` of any float type, after `adjustments` and among the `allowed` tokens.
 
-    All but a plain argmax is computed in float32.
+    All but a plain argmax is computed in float32. `ids` (uint32) are the tokens that the logits' columns stand for,
+    where there are not all; then nothing may be adjusted, forbidden, left out or reported.
     """
     sums = RowSums(logits)
+    assert ids is None or not any(row.sampling.truncates for row in rows)
     reporting = [index for index, row in enumerate(rows) if row.sampling.logprobs is not None]
     reported = None
     if reporting:
@@ -105,12 +108,12 @@ def draw(
         logits = adjustments.apply(logits.astype(mx.float32))
     if allowed is not None:
         logits = only(logits.astype(mx.float32), mx.array(allowed))
-    tokens, truncated = _draw(logits, rows, exp)
-    return DrawnRows(tokens, truncated, reported, sums)
+    tokens, truncated = _draw(logits, rows, exp, ids)
+    return DrawnRows(tokens if ids is None else ids[tokens], truncated, reported, sums)
 
 
 def _draw(
-    logits: mx.array, rows: Sequence[SampledRow], exp: Exp
+    logits: mx.array, rows: Sequence[SampledRow], exp: Exp, ids: mx.array | None
 ) -> tuple[mx.array, tuple[Sequence[int], TruncatedDraws] | None]:
     """Each row by its need, put back in order; and the rows that truncate."""
     needs = np.array([_need(row) for row in rows])
@@ -125,7 +128,7 @@ def _draw(
         if need == _GREEDY:
             parts.append(mx.argmax(part, axis=-1))
         elif need == _WARM:
-            parts.append(_draw_warm(part, those))
+            parts.append(_draw_warm(part, those, ids))
         else:
             draws = TruncatedDraws(part.astype(mx.float32), those, exp)
             truncated = indices.tolist(), draws
@@ -145,8 +148,8 @@ def _need(row: SampledRow) -> int:
     return _TRUNCATED if row.sampling.truncates else _WARM
 
 
-def _draw_warm(logits: mx.array, rows: Sequence[SampledRow]) -> mx.array:
-    tokens = mx.arange(logits.shape[-1], dtype=mx.uint32)
+def _draw_warm(logits: mx.array, rows: Sequence[SampledRow], ids: mx.array | None) -> mx.array:
+    tokens = mx.arange(logits.shape[-1], dtype=mx.uint32) if ids is None else ids
     temperatures, keys = temperatures_of(rows), keys_of(rows)
     return mx.concatenate(
         [

@@ -1,9 +1,7 @@
 """A second model that drafts for all lanes: one forward a step, in which every lane is fed its own draw.
 
-It draws with the target's keyed noise. At a position both models take the token whose logit and noise sum to most, so
-they agree wherever they think alike, at any temperature (Gumbel coupling; Daliri, Musco and Suresh 2024, "Coupling
-without Communication and Drafter-Invariant Speculative Decoding"). Owns the draft model's lanes. Knows of the target
-only the width of its vocabulary, and of grammars nothing: what they forbid is cut from a draft by others.
+Owns the draft model's lanes. Knows of the target only the width of its vocabulary, and of grammars nothing: what they
+forbid is cut from a draft by others.
 """
 
 from collections.abc import Sequence
@@ -11,17 +9,14 @@ from itertools import count
 
 import mlx.core as mx
 import msgspec
-import numpy as np
 
 from backends.base import Blocks, Companion
 from backends.mlx import exponential
-from backends.mlx.adjust import Adjustments, LaneTables
-from backends.mlx.rows import SampledRow
-from backends.mlx.sampler import DrawnRows, draw
+from backends.mlx.adjust import LaneTables
+from backends.mlx.drafts.steps import Step, Turn, draft_in_steps, drawn_step
 from backends.mlx.verify import Draws, Forward, LaneStore
 from scheduler.draft import Draft, DraftAsk
 from scheduler.pieces import BLOCK_TOKENS
-from scheduler.round import History, Window
 
 CATCH_UP_ROWS = 256
 """Rows of a forward for tokens before each lane's newest, over all lanes. While others can be drafted for, a lane that
@@ -63,15 +58,12 @@ class _Lane:
         self.held = min(self.held, len(tokens) - 1)
 
 
-class _Turn:
-    """One lane in one call of `propose`: what it feeds next, and its draft as far as it was read."""
+class _Turn(Turn):
+    """A lane with what its caches lack."""
 
     def __init__(self, ask: DraftAsk, lane: _Lane, budget: int) -> None:
-        self.ask = ask
+        super().__init__(ask, lane.slot, budget)
         self.lane = lane
-        self.budget = budget
-        self.sampling = msgspec.structs.replace(ask.sampling, logprobs=None)
-        self.draft: list[int] = []
         self.catch_up(CATCH_UP_ROWS)
 
     @property
@@ -79,26 +71,12 @@ class _Turn:
         """How many tokens before the newest the caches lack."""
         return len(self.ask.tokens) - 1 - self.lane.held
 
-    @property
-    def needs_host(self) -> bool:
-        """Whether its next token cannot be drawn, or fed, before the host has seen the last one."""
-        return self.sampling.counts or self.sampling.truncates
-
     def catch_up(self, rows: int) -> None:
         """Feed what it lacks and the newest token, so as to draw; of more than so many rows only these."""
         start = self.lane.held
         samples = self.lacking <= rows
         end = len(self.ask.tokens) if samples else start + rows
-        self.window = self._window(start, tuple(self.ask.tokens[start:end]), samples=samples)
-
-    def go_on(self, *, carried: bool) -> None:
-        """Feed the newest draw, from the device or as it was read."""
-        self.window = self._window(self.window.end, () if carried else (self.draft[-1],), carried=carried)
-
-    def counted(self) -> Window:
-        """The window that has the changes by penalties and bias behind everything read so far in its last row."""
-        history = History(self.ask.tokens, self.ask.prompt)
-        return msgspec.structs.replace(self.window, draft=tuple(self.draft), history=history)
+        self.feed(start, self.ask.tokens[start:end], samples=samples)
 
     def settle(self) -> Draft:
         """Note what the caches hold now, and return the draft."""
@@ -108,27 +86,6 @@ class _Turn:
         else:
             self.lane.held = self.window.end
         return Draft(tuple(self.draft), tuple(range(len(self.draft))))
-
-    def _window(self, start: int, tokens: tuple[int, ...], *, samples: bool = True, carried: bool = False) -> Window:
-        reach = len(self.ask.tokens) + self.budget
-        request_id = self.ask.request_id
-        return Window(self.lane.slot, request_id, start, tokens, samples, self.sampling, reach, carried=carried)
-
-
-class _Step(msgspec.Struct, frozen=True):
-    """One drafted token for each of some lanes, in the order of the rows drawn."""
-
-    turns: tuple[_Turn, ...]
-    drawn: DrawnRows
-
-    def draws(self) -> Draws:
-        """The tokens on the device; final only if no lane needs the host."""
-        return Draws(self.drawn.tokens, {turn.lane.slot: row for row, turn in enumerate(self.turns)})
-
-    def read(self) -> None:
-        """Wait for the tokens and add them to the drafts."""
-        for turn, token in zip(self.turns, self.drawn.read().tokens, strict=True):
-            turn.draft.append(token)
 
 
 class DraftModel:
@@ -169,7 +126,7 @@ class DraftModel:
         try:
             turns = [turn for ask in asks if (turn := self._turn(ask)) is not None]
             feeding = self._catch_up(turns)
-            self._draft(feeding)
+            draft_in_steps(feeding, self._run)
         except BaseException:  # whatever it was: what the caches hold is not known any more
             self._reset()
             raise
@@ -219,42 +176,15 @@ class DraftModel:
             feeding = _share(turns)
         return feeding
 
-    def _draft(self, feeding: Sequence[_Turn]) -> None:
-        """Feed what is lacking and draw the first token in one forward, then one token a forward. Nothing is read
-        before the end unless a lane needs the host.
-        """
-        drafting = [turn for turn in feeding if turn.window.samples]
-        reads = any(turn.needs_host for turn in drafting)
-        unread = self._run(feeding, None) if feeding else []
-        for drafted in range(1, max((turn.budget for turn in drafting), default=0)):
-            if reads:
-                unread.pop().read()
-            drafting = [turn for turn in drafting if turn.budget > drafted]
-            for turn in drafting:
-                turn.go_on(carried=not reads)
-            unread += self._run(drafting, None if reads else unread[-1].draws())
-        for step in unread:
-            step.read()
-
-    def _run(self, turns: Sequence[_Turn], carried: Draws | None) -> list[_Step]:
+    def _run(self, turns: Sequence[Turn], carried: Draws | None) -> Step | None:
         """Feed each lane's window; the step that was drawn, if any window samples."""
         verified = self._forward.run([turn.window for turn in turns], carried)
         if verified.logits is None:
             mx.eval(self._forward.buffers())
-            return []
-        drawing = tuple(turns[sampled.index] for sampled in verified.sampled)
-        logits = verified.logits[:, : self._facts.target_vocab_size]
-        rows = [SampledRow(turn.sampling, turn.window.end) for turn in drawing]
-        drawn = draw(logits, rows, adjustments=self._adjustments(drawing, logits.shape[1]), exp=self._exp)
-        drawn.launch()
-        return [_Step(drawing, drawn)]
-
-    def _adjustments(self, drawing: Sequence[_Turn], vocabulary: int) -> Adjustments | None:
-        changes = self._tables.adjustments([turn.counted() for turn in drawing], vocabulary)
-        if changes is None:
             return None
-        last = np.cumsum([1 + len(turn.draft) for turn in drawing]) - 1
-        return Adjustments(changes.tokens[last], changes.divisors[last], changes.offsets[last])
+        logits = verified.logits[:, : self._facts.target_vocab_size]
+        drawing = [turns[sampled.index] for sampled in verified.sampled]
+        return drawn_step(drawing, logits, self._tables, self._exp)
 
 
 def _share(turns: Sequence[_Turn]) -> list[_Turn]:
