@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from api.cache_cli import cache
+from api.distill_cli import distill
 from api.notify import supervision_of
 from api.service_cli import service
 from api.sockets import passed_of
@@ -36,6 +37,7 @@ app = typer.Typer(
     add_completion=False,
 )
 models = typer.Typer(help="The models on this machine.", no_args_is_help=True)
+app.command()(distill)
 app.add_typer(models, name="models")
 app.add_typer(cache, name="cache")
 app.add_typer(service, name="service")
@@ -52,6 +54,17 @@ def size(text: str) -> int:
         raise typer.BadParameter(f"{text!r} is no size: a number of bytes, or one like 512MiB or 20GB")
     number, unit, binary = told.groups()
     return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(unit.lower() or " "))
+
+
+def drafter_of(text: str) -> Path | Literal["auto", "mtp"] | None:
+    """A file, or how one is found."""
+    match text:
+        case "auto" | "mtp":
+            return text
+        case "none":
+            return None
+        case _:
+            return Path(text)
 
 
 def memory_limit(text: str) -> MemoryLimit:
@@ -126,6 +139,13 @@ def serve(
     kv_group_size: Annotated[int, typer.Option(help="How many numbers share a scale: 32, 64 or 128.")] = 64,
     kv_quant_start: Annotated[int, typer.Option(min=0, help="Positions before this one are not quantized.")] = 0,
     draft_model: DraftModelFlag = None,
+    drafter: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="A drafter that reads the model, as `paceline distill` makes it; mtp: the model's own; auto; none.",
+        ),
+    ] = "auto",
     draft_tokens: Annotated[
         int,
         typer.Option(
@@ -207,6 +227,7 @@ def serve(
         launch = Launch(
             model=model,
             draft_model=draft_model,
+            drafter=drafter_of(drafter),
             quantization=None if kv_bits is None else KVQuantization(kv_bits, kv_group_size, kv_quant_start),
             home=home_folder(),
             backend=backend,

@@ -46,6 +46,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     draft_model: str | None = None
+    drafter: Path | Literal["auto", "mtp"] | None = "auto"
+    """One that reads the model: see `backends.mlx.build.Drafter`."""
     quantization: KVQuantization | None = None
     home: Path
     backend: BackendName
@@ -119,14 +121,21 @@ def refuse_contradictions(launch: Launch) -> None:
     folder = launch.engine.prefix.folder
     if launch.engine.prefix.ssd_bytes and folder is not None and folder.exists() and not folder.is_dir():
         raise UsageError(f"--prefix-dir {folder} is no folder")
-    if launch.draft_model is None:
-        return
-    if not launch.draft_model:
+    if launch.draft_model is not None or launch.drafter not in (None, "auto"):
+        _refuse_drafts(launch)
+
+
+def _refuse_drafts(launch: Launch) -> None:
+    """Raise UsageError where a model or drafter is named that cannot draft."""
+    if launch.draft_model is not None and launch.drafter not in (None, "auto"):
+        raise UsageError("--draft-model and --drafter both draft: name one of them")
+    flag = "--drafter" if launch.draft_model is None else "--draft-model"
+    if launch.draft_model == "":
         raise UsageError("--draft-model names no model")
     if launch.backend != "mlx":
-        raise UsageError(f"--backend {launch.backend} has no models: that goes without --draft-model")
+        raise UsageError(f"--backend {launch.backend} has no models: that goes without {flag}")
     if not launch.engine.draft_tokens:
-        raise UsageError("--draft-tokens 0 turns drafting off: that goes without --draft-model")
+        raise UsageError(f"--draft-tokens 0 turns drafting off: that goes without {flag}")
 
 
 def own_addresses(launch: Launch, passed: Sequence[socket.socket]) -> tuple[str | None, Path | None]:
@@ -199,6 +208,7 @@ def make_backend(launch: Launch, display: Display, console: Console) -> Callable
             display,
             device,
             draft_model=launch.draft_model,
+            drafter=launch.drafter if launch.engine.draft_tokens else None,
             quantization=launch.quantization,
             memory=launch.memory,
             largest=LargestRound(launch.engine.round_rows, launch.engine.max_lanes, launch.engine.draft_tokens),
@@ -228,8 +238,8 @@ def announce(console: Console, launch: Launch, listeners: Listeners, model: Serv
     if listeners.paths:
         facts["socket"] = ", ".join(listeners.paths)
     facts["model"] = model.name
-    if launch.draft_model is not None:
-        facts["drafter"] = launch.draft_model
+    if model.info.drafter is not None:
+        facts["drafter"] = model.info.drafter
     facts["context"] = f"{model.info.context_length} tokens"
     drafts = f"up to {launch.engine.draft_tokens} draft tokens each" if launch.engine.draft_tokens else "no drafts"
     facts["lanes"] = f"{launch.engine.max_lanes}, {drafts}"

@@ -92,6 +92,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Whether a forward can be started while another one is under way, without waiting for that."""
     timed_rounds: tuple[tuple[RoundShape, float], ...] = ()
     """What some rounds cost at load, in seconds; the planner starts from them."""
+    drafter: str | None = None
+    """What drafts for it with weights of its own, for people."""
     budget: Budget | None = None
     """None where nothing is bounded. One lane of `context_length` fits into its pool in any case."""
 

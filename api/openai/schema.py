@@ -66,7 +66,7 @@ class DraftOptions(msgspec.Struct):
 
     max: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """Tokens drafted in a round at most, within the server's own limit; 0 turns drafting off."""
-    sources: list[Literal["grammar", "prediction", "suffix", "draft_model"]] | None = None
+    sources: list[Literal["grammar", "prediction", "suffix", "draft_model", "drafter"]] | None = None
     """Which sources to draft from; all if absent."""
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
+from typing import Literal
 
 import mlx.core as mx
 import msgspec
@@ -21,7 +22,11 @@ from backends.mlx.backend import MLXBackend
 from backends.mlx.blocks import LaneBlocks
 from backends.mlx.caches.kinds import AttentionKind, Kind, UnknownCacheError, attention_kinds, layer_kinds, quantized
 from backends.mlx.check import check_lanes
+from backends.mlx.drafts.attach import attach, attach_mtp, find_own
+from backends.mlx.drafts.files import DrafterError
 from backends.mlx.drafts.model import DraftModel, DraftModelFacts
+from backends.mlx.drafts.mtp import find_mtp
+from backends.mlx.drafts.reading import ReadingDrafter
 from backends.mlx.exponential import Attention
 from backends.mlx.fingerprint import fingerprint
 from backends.mlx.load import Loaded, LoadError, load_folder, locate, refuse_other_tokens
@@ -41,6 +46,11 @@ from scheduler.round import Window
 
 _log = logging.getLogger("paceline.mlx")
 
+Drafter = Path | Literal["auto", "mtp"]
+"""The file of a drafter; the one that the model's own weights hold (multi-token prediction); or the first of those made
+for the model that there is.
+"""
+
 
 def load_backend(
     reference: str,
@@ -50,17 +60,19 @@ def load_backend(
     device: str,
     *,
     draft_model: str | None = None,
+    drafter: Drafter | None = None,
     quantization: KVQuantization | None = None,
     memory: MemoryLimit | None = None,
     largest: LargestRound = LargestRound(rows=256, lanes=8, drafts=8),  # noqa: B008 (frozen)
 ) -> MLXBackend:
-    """Load a model and check it, and a `draft_model` to draft for it; `device` is what to say of the machine in
-    `ModelInfo`, `quantization` how the model's keys and values are kept. With `memory` all that it holds is bounded,
-    what rounds of up to `largest` take included, and a context that is too long for that is cut.
+    """Load a model and check it; `device` is what to say of the machine in `ModelInfo`. To draft for it load a
+    `draft_model` too, or a `drafter` that reads what the model computes, if "auto" finds any. `quantization`
+    is how the model's keys and values are kept. With `memory` all that it holds is bounded, what rounds of up to
+    `largest` take included, and a context that is too long for that is cut.
 
-    Call on the thread that will use the backend. Raises LoadError for a model that cannot be loaded or served, and for
-    a draft model with another vocabulary than the model's, or whose caches cannot be cut; and where the memory is not
-    enough for the shortest lane.
+    Call on the thread that will use the backend. Raises LoadError for a model that cannot be loaded or served, for a
+    draft model with another vocabulary than the model's, or whose caches cannot be cut, and for a drafter that is not
+    for this model; and where the memory is not enough for the shortest lane.
     """
     heap.keep_freed()
     name, folder = locate(reference, home, progress)
@@ -70,24 +82,66 @@ def load_backend(
     loaded = load_folder(name, folder, dtype, progress)
     progress("check", 0, None)
     head = install_head(loaded.model)
-    forward = build_forward(loaded.model, loaded.vocab_size, loaded.name, head, quantization)
-    blocks = LaneBlocks(forward.store, forward.regrouping, _namespace(loaded, forward, quantization))
-    backend = MLXBackend(_info(loaded, device, forward), forward, _blas_pace(), blocks)
-    forward.store.groups.lane_bytes = state_bytes(forward)
+    backend, forward = build_backend(loaded, head, device, quantization)
     ledger = LaneLedger(forward.store)
     if drafting is not None:
         shared = drafting[1].samefile(folder)
-        drafter = loaded if shared else load_folder(*drafting, dtype, progress)
+        second = loaded if shared else load_folder(*drafting, dtype, progress)
         progress("check", 0, None)
-        source = _draft_model(drafter, loaded, head if shared else install_head(drafter.model))
+        source = _draft_model(second, loaded, head if shared else install_head(second.model))
         backend.drafters = (source,)
+        backend.info = msgspec.structs.replace(backend.info, drafter=drafting[0])
         ledger = LaneLedger(forward.store, source.store, source.context_length)
+    elif drafter is not None and (reading := _attach(backend, loaded, home, drafter, head, forward)) is not None:
+        ledger = LaneLedger(forward.store, reading.store, loaded.context_length)
     backend.memory = ledger
     progress("warm up", 0, None)
     backend.info = msgspec.structs.replace(backend.info, timed_rounds=timed_rounds(backend))
     if memory is not None:
         _bound(backend, ledger, memory, largest)
     return backend
+
+
+def build_backend(
+    loaded: Loaded, head: HeadRows, device: str, quantization: KVQuantization | None = None
+) -> tuple[MLXBackend, Forward]:
+    """A loaded model, its lanes checked, and the forward that serves it. Raises LoadError."""
+    forward = build_forward(loaded.model, loaded.vocab_size, loaded.name, head, quantization)
+    blocks = LaneBlocks(forward.store, forward.regrouping, _namespace(loaded, forward, quantization))
+    backend = MLXBackend(_info(loaded, device, forward), forward, _blas_pace(), blocks)
+    forward.store.groups.lane_bytes = state_bytes(forward)
+    return backend, forward
+
+
+def _attach(
+    backend: MLXBackend,
+    loaded: Loaded,
+    home: Path,
+    drafter: Drafter,
+    head: HeadRows,
+    forward: Forward,
+) -> ReadingDrafter | None:
+    """Let a drafter read what the model's forward computes. One that was found and does not fit is told of and left
+    out; one that was named is refused.
+    """
+    file = find_own(loaded, home) if drafter == "auto" else None if drafter == "mtp" else drafter
+    if file is None and drafter == "auto" and not find_mtp(loaded):
+        return None
+    attention = fast_attention(loaded.model)
+    try:
+        reading, taps, features = (
+            attach_mtp(loaded, head, attention) if file is None else attach(file, loaded, head, attention)
+        )
+    except DrafterError as error:
+        if drafter == "auto":
+            _log.warning("served without a drafter: %s", error)
+            return None
+        raise LoadError(str(error)) from None
+    forward.taps = taps
+    backend.features = features
+    backend.drafters = (reading,)
+    backend.info = msgspec.structs.replace(backend.info, drafter="mtp" if file is None else file.stem)
+    return reading
 
 
 def state_bytes(forward: Forward) -> int:

@@ -89,8 +89,10 @@ def _drawn(backend: Backend, device: DeviceMemory, largest: LargestRound) -> Ite
     text = (1,) * min(largest.rows, backend.info.context_length // 2)
     ask = DraftAsk("warm-up", text, len(text), max(1, largest.drafts), sampling=_WARM)
     for source in backend.drafters:
+        _run(backend, [Window(0, ask.request_id, 0, text[:-1], False, _WARM, len(text))])  # some read what came of it
         yield most_held(device, partial(source.propose, [ask]))
         source.forget(ask.request_id)
+        backend.release(0)
 
 
 def _release(backend: Backend, slots: Iterable[int]) -> None:

@@ -26,11 +26,14 @@ RAGGED = (0, 6, 1, 5, 2, 4, 3, 3)
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """The same model on the packed path, on the padded one, and on the packed one with MLX's own softmax and RoPE."""
+    """The same model on the packed path, on the padded one, on the packed one with MLX's own softmax and RoPE, and on
+    the packed one with the taps that a drafter reads.
+    """
 
     packed: "Backend"
     padded: "Backend"
     stock: "Backend"
+    tapped: "Backend"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +89,32 @@ def _load(reference: str) -> Bench:
     from backends.base import ModelInfo
     from backends.mlx.backend import MLXBackend
     from backends.mlx.build import fast_attention, paths, prepare
+    from backends.mlx.distill.subject import suiting
+    from backends.mlx.drafts.reading import MOST_UNREAD
+    from backends.mlx.drafts.target import borrow
+    from backends.mlx.features import Features
     from backends.mlx.load import load
+    from backends.mlx.seam import install_head
+    from backends.mlx.taps import Taps
 
-    def forwards(*, stock: bool) -> "list[Backend]":
+    def forwards(*, stock: bool = False, tapped: bool = False) -> "list[Backend]":
         loaded = load(reference, Path(), "auto", lambda _stage, _done, _total: None)
         kinds = prepare(loaded.model)
+        head = install_head(loaded.model)
         attention = mx.fast.scaled_dot_product_attention if stock else fast_attention(loaded.model)
         info = ModelInfo("bench", None, loaded.vocab_size, 0, frozenset(), {}, "", 0)
-        return [MLXBackend(info, forward) for forward in paths(loaded.model, kinds, attention=attention)]
+        backends: list[Backend] = []
+        for forward in paths(loaded.model, kinds, attention=attention, head=head):
+            backend = MLXBackend(info, forward)
+            if tapped:
+                shape = suiting(borrow(loaded.model).dims, len(loaded.model.layers))
+                forward.taps = Taps(loaded.model, head, shape.taps)
+                backend.features = Features(MOST_UNREAD)
+            backends.append(backend)
+        return backends
 
-    packed, padded = forwards(stock=False)
-    return Bench(packed, padded, forwards(stock=True)[0])
+    packed, padded = forwards()
+    return Bench(packed, padded, forwards(stock=True)[0], forwards(tapped=True)[0])
 
 
 def _tokens(rows: int, seed: int = 1) -> tuple[int, ...]:
@@ -116,7 +134,7 @@ def _fill(backend: "Backend", lengths: Sequence[int]) -> None:
     for slot, length in enumerate(lengths):
         for start in range(0, length, 512):
             chunk = _window(slot, start, chunk=min(512, length - start))
-            backend.verify([chunk]).read()
+            _verify_and_keep(backend, [chunk])
 
 
 def _against_rectangle(
@@ -179,6 +197,28 @@ def _mixed(bench: Bench) -> Case:
     )
 
 
+def _tapped(claim: str, lengths: Sequence[int], windows: Sequence[Window]) -> Callable[[Bench], Case]:
+    """What a drafter may read costs no more than this, whether it is read or not."""
+
+    def case(bench: Bench) -> Case:
+        for backend in (bench.packed, bench.tapped):
+            _fill(backend, lengths)
+        return Case(
+            f"{claim}, with taps over without",
+            len(windows),
+            1.02,
+            lambda: _verify_and_keep(bench.tapped, windows),
+            lambda: _verify_and_keep(bench.packed, windows),
+        )
+
+    return case
+
+
+def _verify_and_keep(backend: "Backend", windows: Sequence[Window]) -> None:
+    backend.verify(windows).read()
+    backend.keep({window.slot: window.end for window in windows})
+
+
 def _acceptance(bench: Bench) -> Case:
     _fill(bench.packed, [260] * 8)
     return Case(
@@ -226,6 +266,10 @@ def _stock_crowd(bench: Bench) -> Case:
 
 
 CASES = (
+    _tapped("1 plain lane", [128], [_window(0, 128)]),
+    _tapped("8 plain lanes", [300] * 8, [_window(slot, 300) for slot in range(8)]),
+    _tapped("8 lanes, 4 drafts", [300] * 8, [_window(slot, 300, draft=4) for slot in range(8)]),
+    _tapped("a chunk of 256", [], [_window(0, 0, chunk=256)]),
     _acceptance,
     _long_lane,
     _one_draft,

@@ -1,0 +1,1 @@
+"""Training a drafter for a target on the target's own words."""
