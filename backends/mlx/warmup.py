@@ -86,7 +86,7 @@ def _drawn(backend: Backend, device: DeviceMemory, largest: LargestRound) -> Ite
     drawing = [_window(slot, drafts, _WARM) for slot in range(largest.lanes)]
     yield most_held(device, lambda: _run(backend, drawing))
     _release(backend, range(largest.lanes))
-    text = (1,) * min(largest.rows, backend.info.context_length // 2)
+    text = (1,) * max(2, min(largest.rows, backend.info.context_length // 2))
     ask = DraftAsk("warm-up", text, len(text), max(1, largest.drafts), sampling=_WARM)
     for source in backend.drafters:
         _run(backend, [Window(0, ask.request_id, 0, text[:-1], False, _WARM, len(text))])  # some read what came of it

@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from api import doctor
-from api.cli import app, home_folder
+from api.cli import app, drafter_of, home_folder
 from api.doctor import (
     Finding,
     look_at_drafter,
@@ -202,6 +202,37 @@ def test_a_draft_model_that_could_not_draft_is_refused(tmp_path: Path) -> None:
     assert "--draft-model" in result.output
 
 
+@pytest.mark.parametrize("drafter", [Path("d.safetensors"), "mtp"])
+def test_a_drafter_that_could_not_draft_is_refused(drafter: object) -> None:
+    refuse_contradictions(launch(backend="mlx", drafter=drafter))
+    for fields, says in (
+        ({"backend": "fake"}, "without --drafter"),
+        ({"backend": "mlx", "engine": EngineConfig(draft_tokens=0)}, "without --drafter"),
+        ({"backend": "mlx", "draft_model": "small"}, "name one of them"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            refuse_contradictions(launch(drafter=drafter, **fields))
+    for nothing in ("auto", None):
+        refuse_contradictions(launch(drafter=nothing, engine=EngineConfig(draft_tokens=0)))
+
+
+def test_drafters_are_named_by_a_file_or_by_how_they_are_found() -> None:
+    assert [drafter_of(text) for text in ("auto", "mtp", "none", "a/b")] == ["auto", "mtp", None, Path("a/b")]
+
+
+def test_no_drafter_is_looked_for_where_nothing_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from backends.mlx import build
+
+    sought: list[object] = []
+    monkeypatch.setattr(build, "load_backend", lambda *_, **named: sought.append(named["drafter"]))
+    console = Console(file=io.StringIO())
+    with closing(display_on(console)) as display:
+        for drafts in (8, 0):
+            asked = launch(backend="mlx", model="big", engine=EngineConfig(draft_tokens=drafts))
+            make_backend(asked, display, console)()
+    assert sought == ["auto", None]
+
+
 def test_the_draft_model_is_loaded_beside_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     from backends.mlx import build, pull
 
@@ -244,13 +275,13 @@ def test_keys_and_values_that_cannot_be_kept_so_are_refused_before_anything_is_b
     assert said in result.output
 
 
-def test_the_banner_names_the_draft_model() -> None:
-    info = FakeBackend().info
-    model = ServedModel(info, load_tokenizer(info), None)
-    for draft_model, line in (("small", "drafter  small"), (None, None)):
+def test_the_banner_names_what_drafts() -> None:
+    for drafter, line in (("small", "drafter  small"), (None, None)):
+        info = msgspec.structs.replace(FakeBackend().info, drafter=drafter)
+        model = ServedModel(info, load_tokenizer(info), None)
         written = io.StringIO()
         with Listeners("127.0.0.1", 0, None) as listeners:
-            announce(Console(file=written), launch(draft_model=draft_model), listeners, model)
+            announce(Console(file=written), launch(), listeners, model)
         assert [each for each in written.getvalue().splitlines() if "drafter" in each] == ([line] if line else [])
 
 

@@ -109,7 +109,9 @@ def test_fake_reports_processor_time_a_token(program: Path) -> None:
     assert facts["tokens_per_event"]["median"] == 1.0
     assert (facts["summary"]["tokens"], facts["summary"]["errors"]) == (400, 0)
     assert 0 <= facts["bound"]["measured"]["median"] < 5000
-    assert done.exit_code == (0 if facts["bound"]["measured"]["median"] <= 60 else 1)
+    ceilings = {"bound": 60, "engine": 1}
+    within = all(facts[name]["measured"]["median"] <= ceiling for name, ceiling in ceilings.items())
+    assert done.exit_code == (0 if within else 1)
 
 
 def test_load_drives_a_server_that_is_there() -> None:
