@@ -38,6 +38,7 @@ from backends.mlx.regroup import ROWS_PER_LANE, SETTLED
 from backends.mlx.rope import install_rope
 from backends.mlx.runtime import DtypePolicy, MemoryLimit, describe_device, load_blas, set_blas_threads
 from backends.mlx.seam import HeadRows, install_attention, install_head, install_swiglu
+from backends.mlx.taps import TapError
 from backends.mlx.threads import BlasPace
 from backends.mlx.verify import Forward, PackedForward, PaddedForward
 from backends.mlx.warmup import LargestRound, scratch_of, timed_rounds
@@ -99,6 +100,8 @@ def load_backend(
     backend.info = msgspec.structs.replace(backend.info, timed_rounds=timed_rounds(backend))
     if memory is not None:
         _bound(backend, ledger, memory, largest)
+    if backend.features is not None:
+        backend.features.reset()  # of the warm-up's lanes
     return backend
 
 
@@ -138,10 +141,28 @@ def _attach(
             return None
         raise LoadError(str(error)) from None
     forward.taps = taps
+    try:
+        try_taps(forward)
+    except TapError as error:
+        forward.taps = None
+        if drafter == "auto":
+            _log.warning("served without a drafter: %s", error)
+            return None
+        raise LoadError(f"{loaded.name}: {error}") from None
     backend.features = features
     backend.drafters = (reading,)
     backend.info = msgspec.structs.replace(backend.info, drafter="mtp" if file is None else file.stem)
     return reading
+
+
+def try_taps(forward: Forward) -> None:
+    """Whether a forward passes all of its taps shows when it is built. Call while nobody is served. Raises TapError."""
+    try:
+        forward.run([Window(0, "taps", 0, (1,), False, Sampling(0.0), 2)], None)
+        mx.eval(forward.buffers())
+        forward.keep({})
+    finally:
+        forward.reset()
 
 
 def state_bytes(forward: Forward) -> int:

@@ -39,7 +39,7 @@ class Taps:
     def take(self) -> mx.array:
         """What was noted since the last call, `[rows, taps * dim]` in the order of the forward's rows and of the taps.
 
-        Raises TapError if the forward went past a tap.
+        Raises TapError if the forward went past a tap, or if what came by there are no hidden states of tokens.
         """
         noted = []
         for tap in self.taps:
@@ -49,6 +49,8 @@ class Taps:
                 found = self._layers[tap].take()
             if found is None:
                 raise TapError(f"the model's forward goes past the tap {tap!r}")
+            if found.ndim != 3:  # [batch, length, dim]
+                raise TapError(f"at the tap {tap!r} there is more than one hidden state for each token")
             noted.append(found.reshape(-1, found.shape[-1]))
         return noted[0] if len(noted) == 1 else mx.concatenate(noted, axis=-1)
 

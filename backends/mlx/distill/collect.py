@@ -64,8 +64,7 @@ def collect(backend: MLXBackend, prompts: Sequence[Prompt], *, lanes: int, answe
 
     The backend must have taps and no other work. `lanes` are served at once.
     """
-    features = Features(None)
-    backend.features = features
+    features = backend.features = Features(None)
     coming = list(enumerate(prompts))[::-1]
     free = list(range(lanes))[::-1]
     serving: list[_Lane] = []

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 
 from backends.mlx.backend import MLXBackend
-from backends.mlx.build import build_backend
+from backends.mlx.build import build_backend, try_taps
 from backends.mlx.drafts.attach import identity_of
 from backends.mlx.drafts.eagle import EagleShape
 from backends.mlx.drafts.files import DrafterHeader
@@ -50,6 +50,7 @@ def load_subject(reference: str, home: Path, dtype: DtypePolicy, progress: Progr
     parts = borrow(loaded.model)
     shape = suiting(parts.dims, len(loaded.model.layers))
     forward.taps = Taps(loaded.model, head, shape.taps)
+    try_taps(forward)
     return Subject(backend, loaded, parts, shape)
 
 

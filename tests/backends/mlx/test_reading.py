@@ -36,7 +36,15 @@ from tests.backends.draws import samplings
 from tests.backends.mlx.architectures import tiny_model
 from tests.backends.mlx.random_models import VOCABULARY, random_model
 from tests.backends.mlx.reading_reference import Borrowings, DenseDrafter, WholeTexts
-from tests.backends.mlx.serving import INFO, MOST_STEPS, RecordingBackend, prompt_of, submissions
+from tests.backends.mlx.serving import (
+    INFO,
+    MOST_STEPS,
+    RecordingBackend,
+    both_paths,
+    prompt_of,
+    serve,
+    submissions,
+)
 from tests.backends.mlx.windows import GREEDY, chunk, decode
 
 pytestmark = pytest.mark.usefixtures("calm")
@@ -244,7 +252,7 @@ KINDS = {
 @pytest.mark.parametrize("kinds", [["greedy", "warm", "cool"], ["warm", "biased", "biased greedily"], [*KINDS]])
 def test_all_lanes_together_draft_what_each_drafts_alone(kinds: Sequence[str], path: str) -> None:
     """Ragged prompts, ragged budgets; lanes that need the host, and lanes that do not."""
-    texts = {kind: prompt_of(30 + place, 2 + 9 * place, VOCABULARY) for place, kind in enumerate(kinds)}
+    texts = {kind: prompt_of(30 + place, 2 + 9 * (7 * place % 10), VOCABULARY) for place, kind in enumerate(kinds)}
     budgets = [2 + place % 4 for place in range(len(kinds))]
     table = Table(path)
     together = table.propose(*(table.join(kind, texts[kind], KINDS[kind]) for kind in kinds), budgets=budgets)
@@ -372,9 +380,11 @@ def test_a_lane_whose_beginning_was_never_computed_here_begins_where_it_was() ->
     table = Table()
     text = prompt_of(7, 60, VOCABULARY)
     sibling = table.join("sibling", text)
-    late = [table.join(str(length), text[:length], like=sibling) for length in (59, 60)]
-    late = [table.join("long", (*text[:40], *prompt_of(8, 30, VOCABULARY)), like=table.join("forty", text[:41]))]
-    late.append(table.join("short", (*text[:59], 5, 6), like=sibling))
+    forty = table.join("forty", text[:41])
+    late = [
+        table.join("long", (*text[:40], *prompt_of(8, 30, VOCABULARY)), like=forty),
+        table.join("short", (*text[:59], 5, 6), like=sibling),
+    ]
     assert [lane.noted for lane in late] == [40, 59]
     for _ in range(3):
         drafts = table.propose(*late, sibling)
@@ -567,7 +577,10 @@ class Answers(msgspec.Struct, frozen=True):
     drafter: ReadingDrafter
 
 
-def served(requests: Sequence[Request], network: ReadingNetwork, path: str = "packed", drafts: int = 4) -> Answers:
+CONFIG = EngineConfig(max_lanes=3, round_rows=120, draft_tokens=4)
+
+
+def served(requests: Sequence[Request], network: ReadingNetwork, path: str = "packed") -> Answers:
     """Serve them in the real loop, with the drafter among the backend's."""
     forward = tapped().forwards[path]
     forward.reset()
@@ -584,8 +597,7 @@ def served(requests: Sequence[Request], network: ReadingNetwork, path: str = "pa
         del pending[: len(due)]
         return due
 
-    config = EngineConfig(max_lanes=3, round_rows=120, draft_tokens=drafts)
-    loop = Loop(recording, config, sources=(), mailbox=mailbox, clock=lambda: float(steps), pace=Headlong())
+    loop = Loop(recording, CONFIG, sources=(), mailbox=mailbox, clock=lambda: float(steps), pace=Headlong())
     tokens: dict[str, tuple[int, ...]] = {}
     finished: list[Finished] = []
     while pending or not loop.idle:
@@ -629,7 +641,9 @@ REQUESTS = [request_of(kind, place) for place, kind in enumerate(SERVED)]
 
 @cache
 def plain_answers(path: str) -> dict[str, tuple[int, ...]]:
-    return served(REQUESTS, eagle_network(), path, drafts=0).tokens
+    """Of the target alone, with nothing tapped and nothing drafted."""
+    alone = both_paths(random_target())[path]
+    return serve(alone, submissions(REQUESTS, every=3), msgspec.structs.replace(CONFIG, draft_tokens=0)).tokens
 
 
 @each_path
@@ -692,6 +706,7 @@ def test_rows_of_the_head_give_what_the_target_says(name: str, bits: int | None)
         nn.quantize(model, group_size=32, bits=bits, class_predicate=lambda _, part: quantizable(part))
     head = install_head(model)
     borrowed = borrow(model)
+    assert borrowed.embedding is (model.model.wte if name == "gpt2" else model.model.embed_tokens)
     head.noting = True
     logits = np.array(model(mx.array([prompt_of(1, 12, VOCABULARY)]))[0])
     assert head.noted is not None

@@ -188,6 +188,13 @@ def test_a_forward_that_goes_past_the_head_is_refused(path: int) -> None:
     assert refuses(there.forwards[path], "head")
 
 
+def test_layers_that_pass_on_several_hidden_states_of_a_token_are_refused() -> None:
+    """Which of them a row's are could not be told."""
+    there = Tapped.of(made("gemma3n"), (0,))
+    with pytest.raises(TapError, match="at the tap 0 there is more than one"):
+        there.forwards[0].run([chunk(0, (1, 2, 3))], None)
+
+
 def test_what_was_noted_is_taken_once() -> None:
     there = Tapped.of(made("llama"))
     taps = Taps(there.model, there.head, TAPS)
