@@ -4,7 +4,7 @@ Both sides must give the same texts. Each run comes with an API key of its own, 
 answers are those of the same run: else the prompts that come again in a later one would be answered by heart.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from deploy.bench.options import (
     warn_if_busy,
 )
 from deploy.bench.pairs import Part, Plan, conclude, take_turns, warm_up
+from deploy.bench.prefix_asking import Scrape, scrape
 from deploy.bench.scenarios import SCENARIOS, Scenario, scenario_named
 from deploy.bench.servers import Command, ServerError, paceline, running
 
@@ -70,11 +71,11 @@ def drafting(
             words = ("--api-key-file", str(keys), "--served-name", _MODEL, *(arguments or ()))
             ours = _server(program, model, words, NAMES[0])
             theirs = _server(program, model, (*words, "--draft-tokens", "0"), NAMES[1])
-            parts = _play(ours, theirs, scenarios, plans)
+            parts, notes = _play(ours, theirs, scenarios, plans)
     except ServerError as error:
         say(f"drafting: {error}")
         raise typer.Exit(2) from None
-    conclude(parts, NAMES, same=lambda agreed: agreed.other_text == 0, as_json=json)
+    conclude(parts, NAMES, same=lambda agreed: agreed.other_text == 0, as_json=json, notes=notes)
 
 
 def _plan(scenario: Scenario, clients: Sequence[int] | None, pairs: int, load: Load) -> Plan:
@@ -91,12 +92,31 @@ def _server(program: Path, model: Path, words: Sequence[str], name: str) -> Comm
     return replace(paceline(str(program), str(model.resolve()), words, name=name), model=_MODEL)
 
 
-def _play(ours: Command, theirs: Command, scenarios: Sequence[Scenario], plans: Sequence[Plan]) -> list[Part]:
+def _play(
+    ours: Command, theirs: Command, scenarios: Sequence[Scenario], plans: Sequence[Plan]
+) -> tuple[list[Part], list[str]]:
     with ExitStack() as stack:
         sides = [stack.enter_context(running(command)) for command in (ours, theirs)]
         for side in sides:
             warm_up(side, max(plans, key=lambda plan: max(plan.levels)))
-        return [
+        parts = [
             Part(scenario.name, scenario.claims, take_turns(sides, plan))
             for scenario, plan in zip(scenarios, plans, strict=True)
         ]
+        return parts, by_position(scrape(sides[0]))
+
+
+def by_position(metrics: Scrape) -> list[str]:
+    """For each source that drafted, what was drafted and accepted at the first, second, ... place of its drafts."""
+    counts: dict[str, dict[str, dict[int, float]]] = {}
+    for what in ("draft", "accepted"):
+        for labels, count in metrics.all(f"paceline_spec_decode_num_{what}_tokens_per_pos_total"):
+            counts.setdefault(labels["source"], {}).setdefault(what, {})[int(labels["position"])] = count
+    return [
+        f"{source}: drafted {_in_order(of_source['draft'])}, accepted {_in_order(of_source['accepted'])} by position"
+        for source, of_source in sorted(counts.items())
+    ]
+
+
+def _in_order(counts: Mapping[int, float]) -> str:
+    return " ".join(f"{counts[place]:.0f}" for place in sorted(counts))

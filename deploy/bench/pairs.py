@@ -170,9 +170,16 @@ class Part:
 
 
 def conclude(
-    parts: Sequence[Part], names: tuple[str, str], *, same: Callable[[Agreement], bool], as_json: bool
+    parts: Sequence[Part],
+    names: tuple[str, str],
+    *,
+    same: Callable[[Agreement], bool],
+    as_json: bool,
+    notes: Sequence[str] = (),
 ) -> None:
-    """Report, and end the program: exit 0 when every bound holds, nothing failed and the work was the `same`."""
+    """Report, further `notes` too, and end the program: exit 0 when every bound holds, nothing failed and the work was
+    the `same`.
+    """
     agreed = agreement([comparison for part in parts for comparison in part.comparisons])
     try:
         bounds = [bound for part in parts for claim in part.claims for bound in claim.bounds(part.comparisons)]
@@ -186,6 +193,7 @@ def conclude(
         for name, runs in zip(names, (each.ours, each.theirs), strict=True)
     ]
     notes = [
+        *notes,
         f"{agreed.requests} requests on each side: {agreed.failed} failed, {agreed.other_count} with another count of "
         f"tokens, {agreed.other_text} with another text",
         *agreed.errors,

@@ -143,6 +143,10 @@ class Scrape:
             if (sample, key) == (name, label)
         }
 
+    def all(self, name: str) -> list[tuple[dict[str, str], float]]:
+        """All samples of a name with their labels."""
+        return [(dict(labels), value) for (sample, labels), value in self._samples.items() if sample == name]
+
 
 def scrape(server: Server) -> Scrape:
     """Raises OSError and HTTPException if the server does not answer."""

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from deploy.bench.client import Load, Record, Run
+from deploy.bench.drafting import by_position
 from deploy.bench.pairs import WARM_UP, Plan
+from deploy.bench.prefix_asking import Scrape
 from deploy.bench.prompts import agent_prompts, copying_prompts, editing_prompts, mixed_prompts, roleplay_prompts
 from deploy.bench.scenarios import SCENARIOS, Scenario, lane_rate, scenario_named
 from deploy.bench.texts import EDITS, PASSAGES, TASK_WORDS, TASKS
@@ -16,7 +18,7 @@ from deploy.bench.texts import EDITS, PASSAGES, TASK_WORDS, TASKS
 def test_every_bound_and_lane_count() -> None:
     bounds = {scenario.name: [dict(claim.floors) for claim in scenario.claims] for scenario in SCENARIOS}
     assert bounds == {
-        "ordinary": [{1: 0.98, 4: 0.98, 8: 0.98}],
+        "ordinary": [{1: 1.15, 4: 1.1, 8: 0.98}],
         "copying": [{1: 1.8, 4: 1.8, 8: 1.5}],
         "editing": [{1: 1.8, 4: 1.8, 8: 1.5}],
         "mixed": [{8: 1.2}, {8: 0.95}],
@@ -106,3 +108,22 @@ def test_every_turn_of_a_keyed_plan_has_a_key_of_its_own() -> None:
 def test_there_is_no_other_scenario() -> None:
     with pytest.raises(KeyError):
         scenario_named("copy")
+
+
+def test_what_was_drafted_and_accepted_is_told_by_position() -> None:
+    text = "".join(
+        f'paceline_spec_decode_num_{what}_tokens_per_pos_total{{source="{source}",position="{place}"}} {count}\n'
+        for source, what, place, count in (
+            ("suffix", "draft", 0, 5),
+            ("suffix", "accepted", 0, 3),
+            ("drafter", "draft", 1, 7),
+            ("drafter", "draft", 0, 9),
+            ("drafter", "accepted", 0, 4),
+            ("drafter", "accepted", 1, 2),
+        )
+    )
+    assert by_position(Scrape(text, "server")) == [
+        "drafter: drafted 9 7, accepted 4 2 by position",
+        "suffix: drafted 5, accepted 3 by position",
+    ]
+    assert by_position(Scrape("", "server")) == []
