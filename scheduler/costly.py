@@ -3,7 +3,9 @@
 import msgspec
 
 _NEWEST = 0.1
-"""The least weight of a new observation."""
+"""The weight of a new observation."""
+_TRUSTED = 3
+"""Of the first so many the shortest is believed: one that was not asked for long has a text to read first."""
 _OUTLIER = 3.0
 """An asking so many times as long as expected counts as that: it had a newcomer's prompt to read."""
 _SOONEST, _LATEST = 16, 256
@@ -40,10 +42,11 @@ class CostlySource:
         """Asking it took so long."""
         step = self._steps.setdefault(lanes, _Step())
         each = seconds / depth
-        if step.seen:
-            each = min(each, _OUTLIER * step.seconds)
         step.seen += 1
-        step.seconds += (each - step.seconds) * max(1 / step.seen, _NEWEST)
+        if step.seen <= _TRUSTED:
+            step.seconds = each if step.seen == 1 else min(each, step.seconds)
+        else:
+            step.seconds += (min(each, _OUTLIER * step.seconds) - step.seconds) * _NEWEST
 
     def paid(self) -> None:
         """It is asked because that pays: should it cease to, it is tried again soon."""
