@@ -1,0 +1,71 @@
+"""What asking a source is thought to cost, by what its askings took."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.costly import CostlySource
+
+TIMES = st.floats(0.001, 1.0)
+
+
+def asked(*times: float, lanes: int = 1, depth: int = 1) -> CostlySource:
+    source = CostlySource()
+    for seconds in times:
+        source.observe(lanes, depth, seconds)
+    return source
+
+
+def test_nothing_is_thought_before_it_was_asked() -> None:
+    assert CostlySource().seconds(1, 4) == 0.0
+
+
+@given(st.permutations([0.3, 0.006, 0.007]))
+def test_a_first_asking_that_had_a_text_to_read_does_not_price_it_out(times: list[float]) -> None:
+    assert asked(*times).seconds(1, 1) == pytest.approx(0.006)
+
+
+@given(st.lists(TIMES, min_size=1, max_size=40))
+def test_the_price_lies_among_what_was_seen(times: list[float]) -> None:
+    price = asked(*times).seconds(1, 1)
+    assert min(times) * 0.999 <= price <= max(times) * 1.001
+
+
+@given(TIMES, TIMES)
+def test_it_follows_a_machine_that_has_become_another(before: float, after: float) -> None:
+    assert asked(*[before] * 10, *[after] * 200).seconds(1, 1) == pytest.approx(after, rel=0.05)
+
+
+def test_one_hiccup_counts_as_three_times_what_was_expected() -> None:
+    assert asked(*[0.01] * 5, 10.0).seconds(1, 1) == pytest.approx(0.012)
+
+
+@given(st.integers(1, 8), st.integers(1, 8))
+def test_a_deeper_asking_costs_as_many_steps(seen: int, wanted: int) -> None:
+    assert asked(0.02 * seen, depth=seen).seconds(1, wanted) == pytest.approx(0.02 * wanted)
+
+
+def test_other_numbers_of_lanes_cost_what_the_nearest_does() -> None:
+    source = CostlySource()
+    source.observe(1, 1, 0.01)
+    source.observe(6, 1, 0.05)
+    assert [source.seconds(lanes, 1) for lanes in (1, 3, 4, 9)] == [0.01, 0.01, 0.05, 0.05]
+
+
+def test_what_did_not_pay_is_tried_again_later_and_later_until_it_pays() -> None:
+    source = CostlySource()
+    waits = []
+    for _ in range(6):
+        waited = 0
+        while not source.due:
+            source.passed()
+            waited += 1
+        source.tried()
+        waits.append(waited)
+    assert waits == [0, 32, 64, 128, 256, 256]
+    source.paid()
+    waited = 0
+    while not source.due:
+        source.passed()
+        waited += 1
+    assert waited == 16
