@@ -27,7 +27,7 @@ from deploy.bench.options import (
     say,
     warn_if_busy,
 )
-from deploy.bench.pairs import Part, Plan, conclude, take_turns, warm_up
+from deploy.bench.pairs import WARM_UP, Part, Plan, conclude, take_turns, warm_up
 from deploy.bench.prefix_asking import Scrape, scrape
 from deploy.bench.scenarios import SCENARIOS, Scenario, scenario_named
 from deploy.bench.servers import Command, ServerError, paceline, running
@@ -103,7 +103,7 @@ def _play(
             Part(scenario.name, scenario.claims, take_turns(sides, plan))
             for scenario, plan in zip(scenarios, plans, strict=True)
         ]
-        return parts, by_position(scrape(sides[0]))
+        return parts, by_position(scrape(sides[0], WARM_UP))
 
 
 def by_position(metrics: Scrape) -> list[str]:

@@ -148,14 +148,19 @@ class Scrape:
         return [(dict(labels), value) for (sample, labels), value in self._samples.items() if sample == name]
 
 
-def scrape(server: Server) -> Scrape:
-    """Raises OSError and HTTPException if the server does not answer."""
+def scrape(server: Server, key: str = "") -> Scrape:
+    """With an API key where one is asked for. Raises OSError and HTTPException if the server does not answer, and
+    ServerError if it answers with something else.
+    """
     connection = HTTPConnection(server.host, server.port, timeout=5.0)
     try:
-        connection.request("GET", "/metrics")
-        text = connection.getresponse().read().decode()
+        connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {key}"} if key else {})
+        response = connection.getresponse()
+        text = response.read().decode()
     finally:
         connection.close()
+    if response.status != 200:
+        raise ServerError(f"{server.name} does not show its metrics: {text[:200]}")
     return Scrape(text, server.name)
 
 
