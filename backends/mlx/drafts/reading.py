@@ -28,8 +28,10 @@ from backends.mlx.taps import Tap
 from backends.mlx.verify import Draws, LaneStore, PackedForward
 from scheduler.draft import Draft, DraftAsk
 
-MOST_UNREAD = 256
-"""Of so many positions of a lane, features are kept until they are read. One that nobody drafted for begins there."""
+MOST_UNREAD = 32
+"""Of so many positions of a lane, features are kept until they are read. One that nobody drafted for begins there: what
+is read in one call holds everybody up, and a drafter that does not pay is asked now and then whether it would.
+"""
 
 
 class ReadingNetwork(Protocol):
