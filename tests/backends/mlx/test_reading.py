@@ -363,13 +363,13 @@ def test_only_what_is_new_is_fed() -> None:
     """As many rows as the text went on by, then one for each further token."""
     network = Faulty(eagle_network())
     table = Table(network=network)
-    lane = table.join("a", prompt_of(3, 40, VOCABULARY))
+    lane = table.join("a", prompt_of(3, MOST_UNREAD, VOCABULARY))
     table.propose(lane)
     table.round((lane, (1, 2, 3, 4), 2, (9,)))
     table.propose(lane)
     table.round((lane, (), 0, (9, 10)))
     table.propose(lane)
-    assert network.fed == [39, 1, 1, 1, 3, 1, 1, 1, 2, 1, 1, 1]
+    assert network.fed == [MOST_UNREAD - 1, 1, 1, 1, 3, 1, 1, 1, 2, 1, 1, 1]
 
 
 # ---- lanes that begin late -------------------------------------------------------------------------------------------
