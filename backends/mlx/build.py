@@ -38,7 +38,7 @@ from backends.mlx.regroup import ROWS_PER_LANE, SETTLED
 from backends.mlx.rope import install_rope
 from backends.mlx.runtime import DtypePolicy, MemoryLimit, describe_device, load_blas, set_blas_threads
 from backends.mlx.seam import HeadRows, install_attention, install_head, install_swiglu
-from backends.mlx.taps import TapError
+from backends.mlx.taps import TapError, Taps
 from backends.mlx.threads import BlasPace
 from backends.mlx.verify import Forward, PackedForward, PaddedForward
 from backends.mlx.warmup import LargestRound, scratch_of, timed_rounds
@@ -135,18 +135,10 @@ def _attach(
         reading, taps, features = (
             attach_mtp(loaded, head, attention) if file is None else attach(file, loaded, head, attention)
         )
-    except DrafterError as error:
+        try_taps(forward, taps)
+    except (DrafterError, TapError) as error:
         if drafter == "auto":
-            _log.warning("served without a drafter: %s", error)
-            return None
-        raise LoadError(str(error)) from None
-    forward.taps = taps
-    try:
-        try_taps(forward)
-    except TapError as error:
-        forward.taps = None
-        if drafter == "auto":
-            _log.warning("served without a drafter: %s", error)
+            _log.warning("%s is served without a drafter: %s", loaded.name, error)
             return None
         raise LoadError(f"{loaded.name}: {error}") from None
     backend.features = features
@@ -155,12 +147,19 @@ def _attach(
     return reading
 
 
-def try_taps(forward: Forward) -> None:
-    """Whether a forward passes all of its taps shows when it is built. Call while nobody is served. Raises TapError."""
+def try_taps(forward: Forward, taps: Taps) -> None:
+    """Give a forward its taps. Call while nobody is served. Raises TapError, and leaves none, if it goes past one; that
+    shows when it is built.
+    """
+    forward.taps = taps
     try:
         forward.run([Window(0, "taps", 0, (1,), False, Sampling(0.0), 2)], None)
         mx.eval(forward.buffers())
         forward.keep({})
+    except TapError:
+        forward.taps = None
+        taps.remove()
+        raise
     finally:
         forward.reset()
 

@@ -2,7 +2,8 @@
 
 A tap is a layer of the model, by its place, whose output (the residual stream) is noted; or "head", what the
 language-model head reads, behind the last norm. Layers are tapped by giving them a subclass of their own class, so that
-nothing that a model's code asks of its layers is answered otherwise. A model that is never tapped is left as it was.
+nothing that a model's code asks of its layers is answered otherwise. A model that is never tapped is left as it was,
+and one whose taps are removed is so again.
 """
 
 from collections.abc import Sequence
@@ -33,8 +34,15 @@ class Taps:
                 raise TapError(f"there is no layer {tap} to tap; the model has {count}")
         self.taps = tuple(taps)
         self._head = head
+        self._tapped: list[nn.Module] = [layers[tap] for tap in taps if tap != "head"] if layers else []
         self._layers = {tap: _tapped(layers[tap]) for tap in taps if tap != "head"} if layers else {}
         head.noting = "head" in taps
+
+    def remove(self) -> None:
+        """Note nothing any more: what was noted and never taken would keep its forward's buffers alive. Idempotent."""
+        self._head.noting, self._head.noted = False, None
+        for layer in self._tapped:
+            _untap(layer)
 
     def take(self) -> mx.array:
         """What was noted since the last call, `[rows, taps * dim]` in the order of the forward's rows and of the taps.
@@ -81,3 +89,8 @@ def _tapped(layer: nn.Module) -> _Noted:
 
     layer.__class__ = type(own.__name__, (own,), {"__call__": call, "__module__": own.__module__, "tap": noted})
     return noted
+
+
+def _untap(layer: nn.Module) -> None:
+    if isinstance(getattr(type(layer), "tap", None), _Noted):
+        layer.__class__ = type(layer).__mro__[1]

@@ -49,8 +49,7 @@ def load_subject(reference: str, home: Path, dtype: DtypePolicy, progress: Progr
     backend, forward = build_backend(loaded, head, device)
     parts = borrow(loaded.model)
     shape = suiting(parts.dims, len(loaded.model.layers))
-    forward.taps = Taps(loaded.model, head, shape.taps)
-    try_taps(forward)
+    try_taps(forward, Taps(loaded.model, head, shape.taps))
     return Subject(backend, loaded, parts, shape)
 
 

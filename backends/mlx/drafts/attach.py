@@ -48,12 +48,12 @@ def attach(file: Path, loaded: Loaded, head: HeadRows, attention: Attention) -> 
     _refuse_others(file, header, loaded)
     try:
         target = borrow(loaded.model)
+        ids = _ids(file, arrays, target)
+        network = Eagle(header.shape)
+        _fill(file, network, header, arrays, target)
         taps = Taps(loaded.model, head, header.shape.taps)
     except (BorrowError, TapError) as error:
         raise DrafterError(f"the drafter {file} does not fit {loaded.name}: {error}") from None
-    ids = _ids(file, arrays, target)
-    network = Eagle(header.shape)
-    _fill(file, network, header, arrays, target)
     features = Features(MOST_UNREAD)
     reading = EagleNetwork(network, header.shape, target, ids)
     return ReadingDrafter(reading, features, attention), taps, features

@@ -35,7 +35,7 @@ is read in one call holds everybody up, and a drafter that does not pay is asked
 
 
 class ReadingNetwork(Protocol):
-    """What guesses. Implemented by `EagleNetwork`."""
+    """What guesses. Implemented by `eagle.EagleNetwork` and `mtp.MTPNetwork`."""
 
     @property
     def taps(self) -> tuple[Tap, ...]:

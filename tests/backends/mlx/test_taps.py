@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
-from backends.mlx.build import paths, prepare
+from backends.mlx.build import paths, prepare, try_taps
 from backends.mlx.seam import HeadRows, install_head
 from backends.mlx.taps import Tap, TapError, Taps
 from backends.mlx.verify import Draws, Forward, Verified
@@ -240,6 +240,33 @@ def test_what_is_not_tapped_is_left_as_it_was() -> None:
     Taps(there.model, there.head, (1,))
     assert type(there.model.layers[0]) is before[0]
     assert not there.head.noting
+
+
+def test_a_model_whose_taps_are_removed_is_as_before() -> None:
+    there = untapped_again("llama")
+    before = [type(layer) for layer in there.model.layers]
+    taps = Taps(there.model, there.head, TAPS)
+    there.forwards[0].run([chunk(0, (1, 2, 3))], None)
+    for _ in range(2):
+        taps.remove()
+        assert [type(layer) for layer in there.model.layers] == before
+        assert (there.head.noting, there.head.noted) == (False, None)
+
+
+@pytest.mark.parametrize(("name", "taps", "fits"), [("llama", TAPS, True), ("gemma3n", (0,), False)])
+def test_taps_that_a_forward_does_not_take_are_found_and_removed(name: str, taps: Sequence[Tap], fits: bool) -> None:
+    there = Tapped.of(made(name))
+    before = [type(layer) for layer in there.model.layers]
+    forward = there.forwards[0]
+    if fits:
+        try_taps(forward, Taps(there.model, there.head, taps))
+        assert forward.run([chunk(0, (1, 2, 3))], None).tapped is not None
+    else:
+        with pytest.raises(TapError):
+            try_taps(forward, Taps(there.model, there.head, taps))
+        assert forward.taps is None
+        assert [type(layer) for layer in there.model.layers] == before
+    assert not forward.store.groups.held or fits, "no lane is left behind"
 
 
 def test_a_tapped_model_is_still_mlx_lms() -> None:
