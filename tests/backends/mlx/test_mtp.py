@@ -186,7 +186,7 @@ class Reader:
     """A drafter that is told hidden states by hand."""
 
     def __init__(self, network: MTPNetwork, mtp: PlainMTP) -> None:
-        self.features = Features(MOST_UNREAD)
+        self.features = Features(None)
         self.drafter = ReadingDrafter(network, self.features, ATTENTION)
         self._mtp = mtp
 
@@ -519,7 +519,7 @@ def served(forward: Forward, *sources: DraftSource, features: Features | None = 
     """Lanes of several lengths and ways to sample that come one after the other, in the real loop."""
     requests = [
         Request(str(slot), prompt_of(60 + slot, length, VOCABULARY), 12, SAMPLINGS[slot % len(SAMPLINGS)])
-        for slot, length in enumerate((5, 23, 1, 12, 40))
+        for slot, length in enumerate((5, 23, 1, 12, MOST_UNREAD))
     ]
     backend = MLXBackend(INFO, forward)
     backend.features = features
