@@ -128,6 +128,8 @@ def _run(told: _Told, dtype: DtypePolicy, console: Console) -> None:
 
     source = read_prompts(told.prompts) if told.prompts is not None else training_prompts(told.seed)
     asked = list(islice(source, told.count))
+    if not asked:
+        raise PromptFileError(f"{told.prompts}: there are no prompts")
     with closing(display_on(console)) as display:
         subject = load_subject(told.model, told.home, dtype, display, describe_device().kind)
     plan = DistillPlan(
@@ -141,23 +143,34 @@ def _run(told: _Told, dtype: DtypePolicy, console: Console) -> None:
     )
     name = subject.loaded.name.replace("/", "--")
     prompts = list(encoded(FolderTokenizer(subject.loaded.folder), asked, told.seed))
+    refuse_too_long(prompts, told.answer, subject.loaded.context_length)
     own = subject.header((), "")
     run = Distillation(
         told.folder or told.home / "distill" / name, plan, f"{own.target} {own.tokenizer} {digest_of(prompts)}"
     )
     shown = Shown(console)
     run.collect(subject.backend, prompts, shown.collected(len(asked)))
-    report = run.train(subject.parts, shown.trained)
-    trained = f"{report.positions} tokens of {len(asked)} answers, {told.epochs} epochs, seed {told.seed}"
+    made = run.train(subject.parts, shown.trained)
+    trained = f"{made.positions} tokens of {len(asked)} answers, {told.epochs} epochs, seed {told.seed}"
     file = told.out or told.home / "drafters" / f"{name}.safetensors"
-    run.save(file, subject.header(report.acceptance, trained))
-    shares = ", ".join(f"{share:.3f}" for share in report.acceptance)
+    made.save(file, subject.header(made.acceptance, trained))
+    shares = ", ".join(f"{share:.3f}" for share in made.acceptance)
     console.print(
-        f"held out: acceptance by position {shares}; {report.covered:.1%} of the tokens can be drafted",
+        f"held out: acceptance by position {shares}; {made.covered:.1%} of the tokens can be drafted",
         highlight=False,
         soft_wrap=True,
     )
     console.print(f"the drafter is in {file}", highlight=False, soft_wrap=True)
+
+
+def refuse_too_long(prompts: "Sequence[Prompt]", answer: int, context: int) -> None:
+    """Raise PromptFileError for a prompt that is empty, or leaves no room for an answer of so many tokens."""
+    for number, prompt in enumerate(prompts, start=1):
+        length = len(prompt.tokens)
+        if not 0 < length <= context - answer:
+            raise PromptFileError(
+                f"prompt {number} has {length} tokens, beside an answer of {answer} in a context of {context}"
+            )
 
 
 def digest_of(prompts: "Sequence[Prompt]") -> str:

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from api.cli import app
-from api.distill_cli import PromptFileError, digest_of, encoded, read_prompts
+from api.distill_cli import PromptFileError, digest_of, encoded, read_prompts, refuse_too_long
 from api.text import ByteTokenizer
 from api.training_prompts import Asked, training_prompts
 
@@ -63,10 +63,27 @@ def test_prompts_are_rendered_and_answered_in_several_ways() -> None:
     assert [prompt.sampling.seed for prompt in prompts] == [40, 41, 42, 43]
 
 
+@pytest.mark.parametrize(("text", "fits"), [("a" * 50, True), ("a" * 51, False)])
+def test_a_prompt_must_leave_room_for_its_answer(text: str, fits: bool) -> None:
+    prompts = list(encoded(ByteTokenizer(), [Asked("short"), Asked(text)], 0))
+    context = len("user: \nassistant: ") + 50 + 10
+    if fits:
+        refuse_too_long(prompts, 10, context)
+    else:
+        with pytest.raises(PromptFileError, match="prompt 2 has 69 tokens"):
+            refuse_too_long(prompts, 10, context)
+
+
 def test_other_prompts_have_another_digest() -> None:
     one, other = (list(encoded(ByteTokenizer(), [Asked(text)], 0)) for text in ("One", "Two"))
     assert digest_of(one) == digest_of(list(one))
     assert digest_of(one) != digest_of(other)
+
+
+def test_a_file_without_prompts_is_told_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("\n\n")
+    done = CliRunner().invoke(app, ["distill", "any", "--prompts", str(tmp_path / "empty")])
+    assert (done.exit_code, "no prompts" in done.stderr) == (1, True)
 
 
 @pytest.mark.parametrize(

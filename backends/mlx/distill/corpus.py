@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from backends.mlx.distill.collect import Text
@@ -28,10 +28,13 @@ def write_shard(file: Path, texts: Iterable[Text]) -> None:
 
 
 def read_shard(file: Path) -> Iterator[Text]:
-    """Its texts, in the order in which they ended."""
-    with safe_open(file, "np") as shard:
-        tokens, features, scales = (shard.get_tensor(name) for name in ("tokens", "features", "scales"))
-        lengths, prompts, greedy = (shard.get_tensor(name).tolist() for name in ("lengths", "prompts", "greedy"))
+    """Its texts, in the order in which they ended. Raises ValueError for a damaged file."""
+    try:
+        with safe_open(file, "np") as shard:
+            tokens, features, scales = (shard.get_tensor(name) for name in ("tokens", "features", "scales"))
+            lengths, prompts, greedy = (shard.get_tensor(name).tolist() for name in ("lengths", "prompts", "greedy"))
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged ({error}): remove it, and its texts are collected again") from None
     first = row = 0
     for length, prompt, plain in zip(lengths, prompts, greedy, strict=True):
         rows = slice(row, row + length - 1)

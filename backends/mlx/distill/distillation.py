@@ -11,6 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from backends.mlx.backend import MLXBackend
 from backends.mlx.distill.acceptance import acceptance
@@ -45,15 +46,26 @@ class OtherRunError(ValueError):
     """A folder holds another run's files."""
 
 
-class Report(msgspec.Struct, frozen=True):
-    """What came of a run."""
+class Made(msgspec.Struct, frozen=True):
+    """What came of a run: the network, the tokens that it drafts, and how good it is."""
 
+    network: Eagle
+    ids: npt.NDArray[np.uint32]
+    held: Sequence[Text]
+    """The texts that it was not trained on."""
     positions: int
     """Tokens of answers that were trained on."""
     covered: float
     """Which share of the held-out answers' tokens can be drafted."""
     acceptance: tuple[float, ...]
     """By position, on the texts that were held out."""
+
+    def save(self, file: Path, header: DrafterHeader) -> None:
+        """Write the drafter in half precision."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        parameters = parameters_of(self.network).items()
+        arrays = {name: np.array(value.astype(mx.float16)) for name, value in parameters}
+        save_drafter(file, header, {**arrays, "ids": self.ids})
 
 
 class Distillation:
@@ -87,13 +99,10 @@ class Distillation:
                 told(shard, text)
             write_shard(self._shard(shard), texts)
 
-    def train(self, target: Borrowed, told: Callable[[Trained], None], *, every: int = 100) -> Report:
-        """Train on the texts, with a checkpoint `every` so many updates, and see what came of it; the parameters are
-        those of `network` then.
-        """
+    def train(self, target: Borrowed, told: Callable[[Trained], None], *, every: int = 100) -> Made:
+        """Train on the texts, with a checkpoint `every` so many updates, and see what came of it."""
         texts = [text for shard in range(self.shards) for text in read_shard(self._shard(shard))]
         held, texts = self._held_out(texts)
-        self.held = held
         ids = frequent(texts, self._plan.drafted, target.vocabulary)
         everything = mx.arange(target.vocabulary)
         frozen = Frozen(target.embedding(everything).astype(mx.float32), target.head_rows(ids).astype(mx.float32))
@@ -107,20 +116,15 @@ class Distillation:
             told(trained)
             if trained.done % every == 0 or trained.done == trained.total:
                 trainer.save(checkpoint)
-        self.network, self.ids = network, ids
         answers = [text.tokens[text.prompt :] for text in held]
-        return Report(
+        return Made(
+            network,
+            ids,
+            held,
             positions=sum(len(text.tokens) - text.prompt for text in texts),
             covered=float(np.isin(np.concatenate(answers), ids).mean()) if answers else 0.0,
             acceptance=acceptance(network, frozen, ids, held, self._plan.schedule.steps),
         )
-
-    def save(self, file: Path, header: DrafterHeader) -> None:
-        """Write the drafter in half precision."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        parameters = parameters_of(self.network).items()
-        arrays = {name: np.array(value.astype(mx.float16)) for name, value in parameters}
-        save_drafter(file, header, {**arrays, "ids": self.ids})
 
     def _shard(self, shard: int) -> Path:
         return self._folder / f"texts-{shard:05}.safetensors"

@@ -242,5 +242,6 @@ def joined(texts: Sequence[Text]) -> Batch:
         tokens[index, :size] = text.tokens
         features[index, : size - 1] = text.features
         scales[index, : size - 1] = text.scales
-        rows.extend(range(index * length + text.prompt - 2, index * length + size - 2))
+        first = max(0, text.prompt - 2)  # behind a single token of prompt nothing is known yet to guess from
+        rows.extend(range(index * length + first, index * length + size - 2))
     return Batch(mx.array(tokens), mx.array(features), mx.array(scales), mx.array(rows))
