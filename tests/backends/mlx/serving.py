@@ -206,6 +206,16 @@ class Served(msgspec.Struct, frozen=True):
     stats: Stats
     logprobs: dict[str, tuple[TokenLogprob, ...]] = {}
 
+    @property
+    def drafted(self) -> int:
+        """Drafted tokens that were verified."""
+        return sum(sum(count.drafted) for ended in self.finished.values() for count in ended.usage.drafts)
+
+    @property
+    def accepted(self) -> int:
+        """Those of them that were right."""
+        return sum(sum(count.accepted) for ended in self.finished.values() for count in ended.usage.drafts)
+
 
 def serve(
     forward: Forward,
@@ -214,9 +224,22 @@ def serve(
     sources: Sequence[DraftSource] = (),
     prefix: PrefixCache | None = None,
 ) -> Served:
-    """Run the loop until all mail is read and all requests have ended; the forward is left without lanes."""
+    """As `serve_with` a backend over a forward, which is left without lanes."""
     info = msgspec.structs.replace(INFO, cuttable=forward.cuttable)
-    backend = RecordingBackend(MLXBackend(info, forward))
+    served = serve_with(MLXBackend(info, forward), arrivals, config, sources, prefix)
+    assert forward.buffers() == [], "lanes left behind"
+    return served
+
+
+def serve_with(
+    mlx: MLXBackend,
+    arrivals: Iterable[Arrival],
+    config: EngineConfig,
+    sources: Sequence[DraftSource] = (),
+    prefix: PrefixCache | None = None,
+) -> Served:
+    """Run the loop until all mail is read and all requests have ended; what the backend drafts itself is drafted."""
+    backend = RecordingBackend(mlx)
     pending = sorted(arrivals, key=lambda arrival: arrival.step)
     steps = 0
 
@@ -247,7 +270,6 @@ def serve(
                 finished[event.request_id] = event
         steps += 1
         assert steps < MOST_STEPS, "the loop makes no progress"
-    assert forward.buffers() == [], "lanes left behind"
     return Served(tokens, finished, tuple(backend.rounds), loop.stats(), logprobs)
 
 

@@ -28,11 +28,7 @@ from backends.mlx.runtime import DtypePolicy
 from backends.mlx.seam import HeadRows, install_head
 from backends.mlx.verify import Forward, TappedRows
 from engine.config import EngineConfig
-from engine.loop import Loop
-from engine.messages import Message
 from scheduler.draft import Draft, DraftAsk, DraftSource
-from scheduler.events import Finished, Tokens
-from scheduler.pace import Headlong
 from scheduler.request import Request, Sampling
 from tests.backends.mlx.architectures import ARCHITECTURES, VOCABULARY, tiny_model
 from tests.backends.mlx.mtp_reference import (
@@ -47,7 +43,7 @@ from tests.backends.mlx.mtp_reference import (
     qwen_names,
     random_mtp,
 )
-from tests.backends.mlx.serving import INFO, MOST_STEPS, RecordingBackend, prompt_of, submissions
+from tests.backends.mlx.serving import INFO, Served, prompt_of, serve_with, submissions
 from tests.backends.mlx.tiny_models import write_folder, write_json
 from tests.backends.mlx.windows import GREEDY, window_of
 
@@ -508,14 +504,7 @@ class Checked:
         self._drafter.forget(request_id)
 
 
-class Answers(msgspec.Struct, frozen=True):
-    """Texts by request, and how many drafted tokens were verified."""
-
-    tokens: dict[str, tuple[int, ...]]
-    drafted: int
-
-
-def served(forward: Forward, *sources: DraftSource, features: Features | None = None, drafts: int = 3) -> Answers:
+def served(forward: Forward, *sources: DraftSource, features: Features | None = None, drafts: int = 3) -> Served:
     """Lanes of several lengths and ways to sample that come one after the other, in the real loop."""
     requests = [
         Request(str(slot), prompt_of(60 + slot, length, VOCABULARY), 12, SAMPLINGS[slot % len(SAMPLINGS)])
@@ -523,28 +512,8 @@ def served(forward: Forward, *sources: DraftSource, features: Features | None = 
     ]
     backend = MLXBackend(INFO, forward)
     backend.features = features
-    pending = submissions(requests, every=2)
-    steps = 0
-
-    def mailbox() -> list[Message]:
-        due = [arrival.message for arrival in pending if arrival.step <= steps]
-        del pending[: len(due)]
-        return due
-
     config = EngineConfig(max_lanes=3, round_rows=60, draft_tokens=drafts)
-    loop = Loop(RecordingBackend(backend), config, sources=sources, mailbox=mailbox, clock=lambda: 0.0, pace=Headlong())
-    tokens: dict[str, tuple[int, ...]] = {}
-    finished: list[Finished] = []
-    while pending or not loop.idle:
-        for event in loop.step():
-            if isinstance(event, Tokens):
-                tokens[event.request_id] = tokens.get(event.request_id, ()) + event.tokens
-            else:
-                finished.append(event)
-        steps += 1
-        assert steps < MOST_STEPS, "the loop makes no progress"
-    counts = [count for ended in finished for count in ended.usage.drafts]
-    return Answers(tokens, sum(sum(count.drafted) for count in counts))
+    return serve_with(backend, submissions(requests, every=2), config, sources)
 
 
 def garbage(rng: np.random.Generator, size: float) -> Callable[[mx.array], mx.array]:

@@ -26,11 +26,7 @@ from backends.mlx.seam import install_head
 from backends.mlx.taps import Tap, Taps
 from backends.mlx.verify import Forward
 from engine.config import EngineConfig
-from engine.loop import Loop
-from engine.messages import Message
 from scheduler.draft import Draft, DraftAsk
-from scheduler.events import Finished, Tokens
-from scheduler.pace import Headlong
 from scheduler.request import Request, Sampling
 from tests.backends.draws import samplings
 from tests.backends.mlx.architectures import tiny_model
@@ -38,11 +34,11 @@ from tests.backends.mlx.random_models import VOCABULARY, random_model
 from tests.backends.mlx.reading_reference import Borrowings, DenseDrafter, WholeTexts
 from tests.backends.mlx.serving import (
     INFO,
-    MOST_STEPS,
-    RecordingBackend,
+    Served,
     both_paths,
     prompt_of,
     serve,
+    serve_with,
     submissions,
 )
 from tests.backends.mlx.windows import GREEDY, chunk, decode
@@ -567,12 +563,9 @@ def test_lanes_that_leave_give_all_back_and_may_come_again() -> None:
 
 
 class Answers(msgspec.Struct, frozen=True):
-    """What a run gave: texts by request, drafts that were verified and those that were right, and the drafter."""
+    """What a run gave, and what is left of it in the drafter."""
 
-    tokens: dict[str, tuple[int, ...]]
-    drafted: int
-    accepted: int
-    ahead: int
+    run: Served
     features: Features
     drafter: ReadingDrafter
 
@@ -588,35 +581,7 @@ def served(requests: Sequence[Request], network: ReadingNetwork, path: str = "pa
     features = backend.features = Features(MOST_UNREAD)
     drafter = ReadingDrafter(network, features, ATTENTION)
     backend.drafters = (drafter,)
-    recording = RecordingBackend(backend)
-    pending = submissions(requests, every=3)
-    steps = 0
-
-    def mailbox() -> list[Message]:
-        due = [arrival.message for arrival in pending if arrival.step <= steps]
-        del pending[: len(due)]
-        return due
-
-    loop = Loop(recording, CONFIG, sources=(), mailbox=mailbox, clock=lambda: float(steps), pace=Headlong())
-    tokens: dict[str, tuple[int, ...]] = {}
-    finished: list[Finished] = []
-    while pending or not loop.idle:
-        for event in loop.step():
-            if isinstance(event, Tokens):
-                tokens[event.request_id] = tokens.get(event.request_id, ()) + event.tokens
-            else:
-                finished.append(event)
-        steps += 1
-        assert steps < MOST_STEPS, "the loop makes no progress"
-    counts = [count for ended in finished for count in ended.usage.drafts]
-    return Answers(
-        tokens,
-        sum(sum(count.drafted) for count in counts),
-        sum(sum(count.accepted) for count in counts),
-        sum(played.ahead for played in recording.rounds),
-        features,
-        drafter,
-    )
+    return Answers(serve_with(backend, submissions(requests, every=3), CONFIG), features, drafter)
 
 
 NARROW = tuple((int(token), 12.0) for token in IDS[10:13])
@@ -649,9 +614,9 @@ def plain_answers(path: str) -> dict[str, tuple[int, ...]]:
 @each_path
 def test_drafts_change_no_answer(path: str) -> None:
     answers = served(REQUESTS, eagle_network(), path)
-    assert answers.tokens == plain_answers(path)
-    assert answers.drafted > 100
-    assert 10 < answers.accepted < answers.drafted / 2, "some are right and some are wrong"
+    assert answers.run.tokens == plain_answers(path)
+    assert answers.run.drafted > 100
+    assert 10 < answers.run.accepted < answers.run.drafted / 2, "some are right and some are wrong"
     assert answers.drafter.store.arrays() == []
     assert not any(answers.features.of(request.request_id) for request in REQUESTS)
 
@@ -665,7 +630,7 @@ def test_nothing_is_kept_of_lanes_that_left_while_a_round_was_under_way() -> Non
         ending = msgspec.structs.replace(request_of(kind), draft_tokens=0, stop_tokens=frozenset({stop}))
         requests.append(ending)
     answers = served(requests, eagle_network())
-    assert answers.ahead > 5
+    assert sum(played.ahead for played in answers.run.rounds) > 5
     assert [each.request_id for each in requests if answers.features.of(each.request_id) is not None] == []
 
 
@@ -690,8 +655,8 @@ def test_a_broken_network_changes_drafts_and_no_answer(parts: list[str], how: st
     weights = parameters_of(network)
     network.load_weights([(part, CORRUPTIONS[how](weights[part])) for part in parts], strict=False)
     answers = served(REQUESTS, eagle_network(network))
-    assert answers.tokens == plain_answers("packed")
-    assert answers.drafted > 0
+    assert answers.run.tokens == plain_answers("packed")
+    assert answers.run.drafted > 0
 
 
 # ---- what is borrowed ------------------------------------------------------------------------------------------------
