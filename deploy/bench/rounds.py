@@ -134,26 +134,33 @@ def _fill(backend: "Backend", lengths: Sequence[int]) -> None:
     for slot, length in enumerate(lengths):
         for start in range(0, length, 512):
             chunk = _window(slot, start, chunk=min(512, length - start))
-            _verify_and_keep(backend, [chunk])
+            _verify(backend, [chunk])
 
 
-def _against_rectangle(
-    bench: Bench, claim: str, most: float, lengths: Sequence[int], windows: Sequence[Window]
+def _between(
+    claim: str,
+    most: float,
+    ours: "Backend",
+    theirs: "Backend",
+    lengths: Sequence[int],
+    windows: Sequence[Window],
 ) -> Case:
-    for backend in (bench.packed, bench.padded):
+    """The same round on two backends, behind lanes of these lengths."""
+    for backend in (ours, theirs):
         _fill(backend, lengths)
-    return Case(
-        f"{claim}, packed over rectangle",
-        len(windows),
-        most,
-        lambda: _verify(bench.packed, windows),
-        lambda: _verify(bench.padded, windows),
-    )
+    return Case(claim, len(windows), most, lambda: _verify(ours, windows), lambda: _verify(theirs, windows))
 
 
 def _verify(backend: "Backend", *rounds_of: Sequence[Window]) -> None:
     for windows in rounds_of:
         backend.verify(windows).read()
+        backend.keep({window.slot: window.end for window in windows})
+
+
+def _against_rectangle(
+    bench: Bench, claim: str, most: float, lengths: Sequence[int], windows: Sequence[Window]
+) -> Case:
+    return _between(f"{claim}, packed over rectangle", most, bench.packed, bench.padded, lengths, windows)
 
 
 def _long_lane(bench: Bench) -> Case:
@@ -199,24 +206,9 @@ def _mixed(bench: Bench) -> Case:
 
 def _tapped(claim: str, lengths: Sequence[int], windows: Sequence[Window]) -> Callable[[Bench], Case]:
     """What a drafter may read costs no more than this, whether it is read or not."""
-
-    def case(bench: Bench) -> Case:
-        for backend in (bench.packed, bench.tapped):
-            _fill(backend, lengths)
-        return Case(
-            f"{claim}, with taps over without",
-            len(windows),
-            1.02,
-            lambda: _verify_and_keep(bench.tapped, windows),
-            lambda: _verify_and_keep(bench.packed, windows),
-        )
-
-    return case
-
-
-def _verify_and_keep(backend: "Backend", windows: Sequence[Window]) -> None:
-    backend.verify(windows).read()
-    backend.keep({window.slot: window.end for window in windows})
+    return lambda bench: _between(
+        f"{claim}, with taps over without", 1.02, bench.tapped, bench.packed, lengths, windows
+    )
 
 
 def _acceptance(bench: Bench) -> Case:
@@ -240,15 +232,7 @@ def _decode(backend: "Backend", accepted: Sequence[int], rounds_done: int = 12) 
 
 
 def _against_stock(bench: Bench, claim: str, lengths: Sequence[int], windows: Sequence[Window]) -> Case:
-    for backend in (bench.packed, bench.stock):
-        _fill(backend, lengths)
-    return Case(
-        f"{claim}, over MLX's own softmax and RoPE",
-        len(windows),
-        1.0,
-        lambda: _verify(bench.packed, windows),
-        lambda: _verify(bench.stock, windows),
-    )
+    return _between(f"{claim}, over MLX's own softmax and RoPE", 1.0, bench.packed, bench.stock, lengths, windows)
 
 
 def _stock_prefill(bench: Bench) -> Case:
