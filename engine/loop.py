@@ -88,6 +88,7 @@ class Loop:
         if planned is None:
             self._landed = None
             return events
+        launched = [planned]
         try:
             if flying is None:
                 flying = self._executor.launch(planned)
@@ -98,13 +99,14 @@ class Loop:
                 return events
             ahead = self._scheduler.plan_ahead(flying.round)
             if ahead is not None:
+                launched.append(ahead)
                 self._ahead = self._executor.launch(ahead, after=flying)
             drawn = flying.flight.read()
             self._time(flying)
             events += self._read_mail()
             results = self._executor.land(flying, drawn)
         except Exception as error:  # the named boundary of a failed forward: who is guilty ends, the others go on
-            return events + self._fail(planned, error)  # the round ahead holds no lane that this one lacks
+            return events + self._fail(launched, error)
         events += self._scheduler.commit(results, self._clock())
         self._executor.dismiss_departed()
         if self.idle:
@@ -120,8 +122,10 @@ class Loop:
         self._scheduler.timed(flown.round, now - begun)
         self._landed = now
 
-    def _fail(self, lost: Round, error: Exception) -> list[Event]:
-        """All caches are lost. Raises BrokenBackendError if the backend can compute nothing any more."""
+    def _fail(self, lost: Sequence[Round], error: Exception) -> list[Event]:
+        """All caches are lost, and with them these rounds, one behind the other. Raises BrokenBackendError if the
+        backend can compute nothing any more.
+        """
         _log.error("a round's forward failed", exc_info=error)
         self._ahead, self._landed = None, None
         message = f"the model's forward failed: {type(error).__name__}"

@@ -128,13 +128,16 @@ class Scheduler:
         late = [name for name, lane in self._timed.items() if lane.expired(now)]
         return [event for name in late for event in self._end(name, FinishReason.DEADLINE, now)]
 
-    def fail(self, lost: Round, error: str, now: float) -> list[Event]:
-        """A forward failed, and with it all caches are lost: lanes are rebuilt from their tokens. Those that were
-        aboard are tried again in halves, until it is known who is guilty; that one ends.
+    def fail(self, lost: Sequence[Round], error: str, now: float) -> list[Event]:
+        """A forward failed, and with it all caches are lost, and these rounds, one behind the other: any of them may be
+        the one. Lanes are rebuilt from their tokens. Those that were aboard are tried again in halves, until it is
+        known who is guilty; that one ends.
         """
         self._failed_forwards += 1
-        aboard = {restore.request_id: restore.pieces[-1].end for restore in lost.restores}
-        aboard |= {window.request_id: window.start + window.real for window in lost.windows}
+        aboard: dict[str, int] = {}
+        for each in lost:
+            aboard |= {restore.request_id: restore.pieces[-1].end for restore in each.restores}
+            aboard |= {window.request_id: window.start + window.real for window in each.windows}
         there = {name: end for name, end in aboard.items() if name in self._lanes}
         guilty = self._suspects.failed(there, alone=len(aboard) == 1)
         for lane in self._lanes.values():

@@ -70,7 +70,10 @@ def ended(run: Served, reason: FinishReason) -> set[str]:
 
 
 def released_once(run: Served) -> bool:
-    return Counter(run.backend.released) == Counter(run.backend.opened) == Counter(set(run.backend.opened))
+    """As often as each was opened: once, and once more where it had given way."""
+    assert run.stats is not None
+    again = len(run.backend.opened) - len(set(run.backend.opened))
+    return Counter(run.backend.released) == Counter(run.backend.opened) and again <= run.stats.preemptions
 
 
 def assert_others_are_plain(run: Served, guilty: set[str]) -> None:
@@ -206,7 +209,8 @@ def test_a_raising_forward_with_4_lanes_the_culprit_ends_three_finish_unchanged(
     assert end.usage.completion_tokens == len(run.tokens(name)) <= max(0, since - 8)
     assert draft_tokens or len(run.tokens(name)) == max(0, since - 8), "all that could be computed was delivered"
     assert run.stats is not None
-    assert run.stats.failed_forwards == len(run.backend.failed) <= 1 + 2 * math.ceil(math.log2(4))
+    tries = 1 + math.log2(4)
+    assert run.stats.failed_forwards == len(run.backend.failed) <= (2 * tries if draft_tokens else tries)
 
 
 @example(

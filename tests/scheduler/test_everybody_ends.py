@@ -140,7 +140,7 @@ class Play:
         drawn = [self.feed(window) for window in planned.windows]
         self.check_memory()
         if len(planned.windows) > self.story.crowd or any(map(self.is_poisonous, planned.windows)):
-            self.hear(self.scheduler.fail(planned, "boom", self.now))
+            self.hear(self.scheduler.fail([planned], "boom", self.now))
             self.scheduler.stores()
             self.slots.clear()
             return

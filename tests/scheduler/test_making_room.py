@@ -108,11 +108,11 @@ def test_a_round_that_tries_somebody_gives_those_that_pause_nothing() -> None:
     served = Served(range(16), range(100, 116))
     served.submit("tried", *range(20))
     served.submit("pauses", *range(100, 120))
-    assert served.scheduler.fail(served.plan(), "boom", 0.0) == []
+    assert served.scheduler.fail([served.plan()], "boom", 0.0) == []
     planned = served.plan()
     assert [window.request_id for window in planned.windows] == ["tried"]
     assert [restore.request_id for restore in planned.restores] == ["tried"]
-    (event,) = served.scheduler.fail(planned, "boom", 0.0)
+    (event,) = served.scheduler.fail([planned], "boom", 0.0)
     assert isinstance(event, Finished)
     assert event.request_id == "tried"
     assert [restore.request_id for restore in served.plan().restores] == ["pauses"]

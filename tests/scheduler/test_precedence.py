@@ -107,18 +107,18 @@ def test_rule_12_a_cancel_outranks_a_forward_that_failed_and_whoever_is_left_is_
     served = Served(max_tokens=1)
     served.cancel()
     for _ in range(2):
-        served.events += served.scheduler.fail(served.planned, "boom", 3.0)
+        served.events += served.scheduler.fail([served.planned], "boom", 3.0)
     assert [event.request_id for event in served.events] == ["a"]
     assert served.told()[0] == served.events[0]
 
 
 def test_a_forward_that_fails_ends_who_fails_alone_and_only_that_one() -> None:
     served = Served(max_tokens=1)
-    assert served.scheduler.fail(served.planned, "boom", 2.5) == []
+    assert served.scheduler.fail([served.planned], "boom", 2.5) == []
     planned = served.scheduler.plan(2.5)
     assert planned is not None
     assert [window.request_id for window in planned.windows] == ["a"]
-    (event,) = served.scheduler.fail(planned, "boom", 2.5)
+    (event,) = served.scheduler.fail([planned], "boom", 2.5)
     assert isinstance(event, Finished)
     assert (event.request_id, event.reason, event.error) == ("a", FinishReason.ERROR, "boom")
 

@@ -489,17 +489,20 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.flying is None:
                 self.plan(data)
             if self.flying is not None:
-                self.fail_once(self.flying)
+                if self.ahead is None and data.draw(st.booleans()):
+                    self.plan_ahead(data)
+                self.fail_once(self.flying, self.ahead)
 
-    def fail_once(self, lost: tuple[Window, ...]) -> None:
+    def fail_once(self, flying: tuple[Window, ...], ahead: tuple[Window, ...] | None) -> None:
         """Everybody starts again from nothing cached, but for whoever is known to be guilty."""
         self.flying = self.ahead = None
         self.offers = {}
         self.failed += 1
-        aboard = [(self.tales[window.request_id], window.start + window.real) for window in lost]
+        lost = [flying, ahead] if ahead is not None else [flying]
+        aboard = [(self.tales[window.request_id], window.start + window.real) for each in lost for window in each]
         ends = {tale.request.request_id: end for tale, end in aboard if tale in self.lanes}
-        guilty = self.suspects.failed(ends, alone=len(lost) == 1)
-        events = self.scheduler.fail(Round(lost), "boom", self.tick())
+        guilty = self.suspects.failed(ends, alone=len(flying) == 1)
+        events = self.scheduler.fail([Round(each) for each in lost], "boom", self.tick())
         assert [event.request_id for event in events] == ([guilty] if guilty is not None else [])
         for tale in self.lanes:
             tale.begin_again()
