@@ -22,7 +22,8 @@ from backends.mlx.backend import MLXBackend
 from backends.mlx.blocks import LaneBlocks
 from backends.mlx.caches.kinds import AttentionKind, Kind, UnknownCacheError, attention_kinds, layer_kinds, quantized
 from backends.mlx.check import check_lanes
-from backends.mlx.drafts.attach import attach, attach_mtp, find_own
+from backends.mlx.drafts.attach import attach, find_own
+from backends.mlx.drafts.block import BlockDrafter
 from backends.mlx.drafts.files import DrafterError
 from backends.mlx.drafts.model import DraftModel, DraftModelFacts
 from backends.mlx.drafts.mtp import find_mtp
@@ -48,8 +49,8 @@ from scheduler.round import Window
 _log = logging.getLogger("paceline.mlx")
 
 Drafter = Path | Literal["auto", "mtp"]
-"""The file of a drafter; the one that the model's own weights hold (multi-token prediction); or the first of those made
-for the model that there is.
+"""The file of a drafter, or the folder of one that others published; the one that the model's own weights hold
+(multi-token prediction); or the first of those made for the model that there is.
 """
 
 
@@ -123,7 +124,7 @@ def _attach(
     drafter: Drafter,
     head: HeadRows,
     forward: Forward,
-) -> ReadingDrafter | None:
+) -> ReadingDrafter | BlockDrafter | None:
     """Let a drafter read what the model's forward computes. One that was found and does not fit is told of and left
     out; one that was named is refused.
     """
@@ -132,9 +133,7 @@ def _attach(
         return None
     attention = fast_attention(loaded.model)
     try:
-        reading, taps, features = (
-            attach_mtp(loaded, head, attention) if file is None else attach(file, loaded, head, attention)
-        )
+        reading, taps, features = attach(file, loaded, head, attention)
         try_taps(forward, taps)
     except (DrafterError, TapError) as error:
         if drafter == "auto":

@@ -198,10 +198,11 @@ class _Cut(msgspec.Struct, frozen=True):
 
     def _mask(self) -> mx.array | str | None:
         if self._limited:
-            return mx.array(self.sight.sees(self._positions()[..., None], self._keys()[:, None])[:, None])
+            queries, newest = self._positions()[..., None], self._newest()[..., None]
+            return mx.array(self.sight.sees(queries, newest, self._keys()[:, None])[:, None])
         if self.full and all(entry.window.end == self.length for entry in self.entries):
-            return None if self.width == 1 else "causal"
-        return mx.arange(self.length) <= mx.array(self._positions()[:, None, :, None])
+            return None if self.width == 1 or self.sight.both_ways else "causal"
+        return mx.arange(self.length) <= mx.array(self._newest()[:, None, :, None])
 
     @property
     def _limited(self) -> bool:
@@ -218,6 +219,11 @@ class _Cut(msgspec.Struct, frozen=True):
             positions[lane, : window.rows] = np.arange(window.start, window.end)
             positions[lane, window.rows :] = window.end - 1
         return positions
+
+    def _newest(self) -> Positions:
+        """The newest position that each query may see, int32 `[lanes, width]`."""
+        positions = self._positions()
+        return np.broadcast_to(positions[:, -1:], positions.shape) if self.sight.both_ways else positions
 
     def _keys(self) -> Positions:
         """The positions of all keys, int32 `[lanes, length]`."""

@@ -108,12 +108,19 @@ class PackedCache:
         self._newest = (keys, values)
         return keys, values
 
+    def store(self, keys: mx.array, values: mx.array) -> None:
+        """As `update_and_fetch`, of what nobody attends in this forward."""
+        self._write(self._current(), self._planes(keys, values))
+
     def _store(self, packed: PackedRound, keys: mx.array, values: mx.array) -> None:
         """Put packed keys and values where the round wants them."""
         stored = self._planes(keys, values)
         for rectangle in self._layout().rectangles:
             if rectangle.wide:
                 self._wide[rectangle.first] = self._ring_and_rows(rectangle, stored)
+        self._write(packed, stored)
+
+    def _write(self, packed: PackedRound, stored: tuple[mx.array, ...]) -> None:
         for write in packed.writes(self._buffers.sight):
             self._buffers.write(write, *stored)
 

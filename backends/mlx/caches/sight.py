@@ -20,12 +20,14 @@ Positions = npt.NDArray[np.int32]
 
 class Sight(msgspec.Struct, frozen=True):
     """Which positions up to its own a query sees: all of them, the newest `window` ones (its own included), or those
-    since the last multiple of `chunk`. With `head`, no more than the first so many are kept at all.
+    since the last multiple of `chunk`. With `head`, no more than the first so many are kept at all. With `both_ways` it
+    sees those behind it, too, that its window has.
     """
 
     window: int = 0
     chunk: int = 0
     head: int = 0
+    both_ways: bool = False
 
     @property
     def reach(self) -> int:
@@ -47,9 +49,11 @@ class Sight(msgspec.Struct, frozen=True):
             return np.maximum(queries - self.window + 1, 0)
         return queries // self.chunk * self.chunk if self.chunk else np.zeros_like(queries)
 
-    def sees(self, queries: Positions, keys: Positions) -> npt.NDArray[np.bool_]:
-        """Whether queries `[..., width, 1]` see keys `[..., 1, length]`; a key before position 0 is nobody's."""
-        return (self.first(queries) <= keys) & (keys <= queries)
+    def sees(self, queries: Positions, newest: Positions, keys: Positions) -> npt.NDArray[np.bool_]:
+        """Whether queries `[..., width, 1]` see keys `[..., 1, length]`, none of them behind the query's `newest`; a
+        key before position 0 is nobody's.
+        """
+        return (self.first(queries) <= keys) & (keys <= newest)
 
 
 EVERYTHING = Sight()

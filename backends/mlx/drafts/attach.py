@@ -7,8 +7,10 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from backends.mlx.drafts.block import BlockDrafter
 from backends.mlx.drafts.eagle import Eagle, EagleNetwork, parameters_of
 from backends.mlx.drafts.files import DrafterError, DrafterHeader, find_drafter, load_drafter
+from backends.mlx.drafts.folders import attach_folder
 from backends.mlx.drafts.mtp import mtp_network
 from backends.mlx.drafts.reading import MOST_UNREAD, ReadingDrafter
 from backends.mlx.drafts.target import Borrowed, BorrowError, borrow
@@ -38,8 +40,22 @@ def find_own(loaded: Loaded, home: Path) -> Path | None:
     return find_drafter(drafter_folders(home), weights_identity(loaded.folder))
 
 
-def attach(file: Path, loaded: Loaded, head: HeadRows, attention: Attention) -> tuple[ReadingDrafter, Taps, Features]:
-    """A drafter that reads what the taps note, once a forward has them. `head` is the target's own.
+Attached = tuple[ReadingDrafter | BlockDrafter, Taps, Features]
+
+
+def attach(file: Path | None, loaded: Loaded, head: HeadRows, attention: Attention) -> Attached:
+    """A drafter that reads what the taps note, once a forward has them: of a file, of a folder that others published,
+    or, for None, the one that came with the model. `head` is the target's own. Raises DrafterError.
+    """
+    if file is None:
+        return attach_mtp(loaded, head, attention)
+    if file.is_dir():
+        return attach_folder(file, loaded, head, attention)
+    return attach_file(file, loaded, head, attention)
+
+
+def attach_file(file: Path, loaded: Loaded, head: HeadRows, attention: Attention) -> Attached:
+    """The drafter in a file of our own.
 
     Raises DrafterError for a file that is damaged, or that was made for other weights, another tokenizer or layers that
     the target has not.
@@ -59,10 +75,9 @@ def attach(file: Path, loaded: Loaded, head: HeadRows, attention: Attention) -> 
     return ReadingDrafter(reading, features, attention), taps, features
 
 
-def attach_mtp(loaded: Loaded, head: HeadRows, attention: Attention) -> tuple[ReadingDrafter, Taps, Features]:
-    """The drafter that came with the model, in its own folder (see `mtp`). Otherwise as `attach`.
-
-    Raises DrafterError where there is none, or none that fits the model.
+def attach_mtp(loaded: Loaded, head: HeadRows, attention: Attention) -> Attached:
+    """The drafter that came with the model, in its own folder (see `mtp`). Raises DrafterError where there
+    is none, or none that fits the model.
     """
     try:
         network = mtp_network(loaded, borrow(loaded.model))

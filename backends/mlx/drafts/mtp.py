@@ -28,13 +28,12 @@ import mlx.nn as nn
 import msgspec
 from mlx_lm.models import glm4_moe, qwen3_5, qwen3_next
 from mlx_lm.models.cache import KVCache
-from mlx_lm.utils import infer_quant_config
 
 from backends.mlx.caches.buffers import LayerShape
 from backends.mlx.caches.sight import EVERYTHING
-from backends.mlx.drafts.eagle import parameters_of
 from backends.mlx.drafts.files import DrafterError
-from backends.mlx.drafts.mtp_weights import Naming, Weights, holds_weights, read_weights
+from backends.mlx.drafts.fill import fill
+from backends.mlx.drafts.mtp_weights import Naming, holds_weights, read_weights
 from backends.mlx.drafts.target import Borrowed
 from backends.mlx.load import Loaded
 from backends.mlx.taps import Tap
@@ -81,11 +80,7 @@ class MTPNetwork:
 
     def logits(self, outputs: mx.array) -> mx.array:
         """By the target's head."""
-        head: Any = self._target.head
-        tied = isinstance(head, (nn.Embedding, nn.QuantizedEmbedding))
-        # A tied head is asked by its class: what hangs at the module is for the target's own rows.
-        found: mx.array = type(head).as_linear(head, outputs) if tied else head(outputs)
-        return found
+        return self._target.logits(outputs)
 
 
 def _dtype(target: Borrowed) -> mx.Dtype:
@@ -194,11 +189,7 @@ def mtp_network(loaded: Loaded, target: Borrowed) -> MTPNetwork:
         if not weights:
             raise DrafterError("its folder holds none")
         network = MTP(family.layer(arguments), target.dims, arguments.rms_norm_eps)
-        weights = _quantized(network, weights, kept=any(hasattr(part, "bits") for part in loaded.model.modules()))
-        _refuse_misfits(network, weights, naming)
-        network.load_weights(list(_cast(loaded.model, weights, _dtype(target)).items()))
-        network.eval()
-        mx.eval(parameters_of(network))
+        fill(network, weights, naming, loaded.model, _dtype(target))
     except (ArithmeticError, LookupError, RuntimeError, ValueError) as error:
         # Fault boundary: the weights are the user's, and MLX raises whatever it trips over.
         raise DrafterError(f"{loaded.name} has no multi-token-prediction weights that could draft: {error}") from None
@@ -216,47 +207,3 @@ def _family(loaded: Loaded) -> _Family:
     if kind not in _FAMILIES:
         raise DrafterError(f"{loaded.name}: no multi-token-prediction weights are known for {kind}")
     return _FAMILIES[kind]
-
-
-def _quantized(network: nn.Module, weights: Weights, *, kept: bool) -> Weights:
-    """Make the network's layers such as the weights are; or, if quantized ones are not to be kept, the weights such as
-    the layers are, in float32. How each was quantized shows in its shape, and in the type of its scales.
-    """
-    plain = dict(weights)
-    found: dict[str, dict[str, Any]] = {}
-    for path, part in network.named_modules():
-        if f"{path}.scales" in weights and f"{path}.weight" in weights:
-            found[path] = infer_quant_config(path, part, weights)
-    if kept:
-        nn.quantize(network, class_predicate=lambda path, _: found.get(path, False))
-        return plain
-    for path, how in found.items():
-        scales, biases = plain.pop(f"{path}.scales"), plain.pop(f"{path}.biases", None)
-        if biases is not None:  # half-precision scales would round every product
-            scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
-        plain[f"{path}.weight"] = mx.dequantize(plain[f"{path}.weight"], scales, biases, **how, dtype=mx.float32)
-    return plain
-
-
-def _refuse_misfits(network: nn.Module, weights: Weights, naming: Naming) -> None:
-    """Unless there are all weights of the network, of its shapes, and no others."""
-    wanted = {name: tuple(array.shape) for name, array in parameters_of(network).items()}
-    found = {name: tuple(array.shape) for name, array in weights.items()}
-    for name in sorted(wanted.keys() | found.keys()):
-        if name not in found:
-            raise DrafterError(f"{naming.stored(name)} is missing")
-        if name not in wanted:
-            raise DrafterError(f"{naming.stored(name)} belongs to no part of them")
-        if wanted[name] != found[name]:
-            raise DrafterError(f"{naming.stored(name)} has the shape {found[name]} instead of {wanted[name]}")
-
-
-def _cast(model: nn.Module, weights: Weights, dtype: mx.Dtype) -> Weights:
-    """Floats in the target's type, but for those that the model wants in full."""
-    may_narrow: Callable[[str], bool] = getattr(model, "cast_predicate", lambda _: True)
-    return {
-        name: array.astype(dtype)
-        if mx.issubdtype(array.dtype, mx.floating) and (dtype == mx.float32 or may_narrow(name))
-        else array
-        for name, array in weights.items()
-    }

@@ -1,12 +1,9 @@
 """A drafter that reads the target: it is fed the target's features of what is known, and its own output from there on.
 
-Owns the drafter's lanes. A lane begins where features of it are first seen, which need not be its first token: what
-came out of the prefix cache, or was too long ago, the drafter never saw. Positions are counted from there. Whatever it
-makes of the rest is a guess like any other.
+Owns what the drafter caches of its lanes (see `lanes`).
 """
 
 from collections.abc import Sequence
-from itertools import count
 from typing import Protocol
 
 import mlx.core as mx
@@ -19,6 +16,7 @@ from backends.mlx.caches.buffers import LayerShape
 from backends.mlx.caches.kinds import AttentionKind
 from backends.mlx.caches.packed import PackedCache
 from backends.mlx.caches.sight import Sight
+from backends.mlx.drafts.lanes import ReadLanes, in_rows
 from backends.mlx.drafts.steps import Step, Turn, draft_in_steps, drawn_step
 from backends.mlx.exponential import Attention
 from backends.mlx.features import FeaturePiece, Features, gathered
@@ -96,15 +94,6 @@ class _Fed(nn.Module):
         return self._network.logits(self.outputs)[None]
 
 
-class _Lane:
-    """The rows of positions `[first, held)` are cached, made of the target's features. Written by `ReadingDrafter`."""
-
-    def __init__(self, slot: int, first: int) -> None:
-        self.slot = slot
-        self.first = first
-        self.held = first
-
-
 class ReadingDrafter:
     """A `DraftSource` over features, on the engine thread. Marks are positions in the draft.
 
@@ -118,15 +107,13 @@ class ReadingDrafter:
         """`features` are those that the target's taps note, and are forgotten here once they were read."""
         chosen = HeadRows()
         self._network = network
-        self._features = features
         self._fed = _Fed(network, chosen)
         install_attention(self._fed)
         shape, sight = network.cached
         self._forward = PackedForward(self._fed, chosen, [AttentionKind(shape, sight)], attention)
         self._forward.arranged = self._arrange
-        self._lanes: dict[str, _Lane] = {}
-        self._slots = count()
         self._tables = LaneTables()
+        self._lanes = ReadLanes(features, self._forward, self._tables)
         self._exp = exponential.best_exp()
         self._columns = _columns(np.array(network.ids), network.vocabulary)
         self._coming: mx.array | None = None
@@ -152,47 +139,23 @@ class ReadingDrafter:
                 self._coming = self._network.read(gathered(pieces))
                 draft_in_steps(list(turns.values()), self._run)
         except BaseException:  # whatever it was: what the caches hold is not known any more
-            self._reset()
+            self._lanes.reset()
             raise
         return [_drafted(turns.get(ask.request_id)) for ask in asks]
 
     def forget(self, request_id: str) -> None:
         """Give the lane's seat back. Idempotent."""
-        self._features.forget(request_id)
-        lane = self._lanes.pop(request_id, None)
-        if lane is not None:
-            self._forward.release(lane.slot)
-            self._tables.release(lane.slot)
-
-    def _reset(self) -> None:
-        self._lanes.clear()
-        self._forward.reset()
-        self._tables.reset()
+        self._lanes.forget(request_id)
 
     def _turn(self, ask: DraftAsk, pieces: list[FeaturePiece]) -> Turn | None:
-        """Feed the positions that came since the last time; None if they are not all known, or none came."""
-        last = len(ask.tokens) - 1
-        noted = self._features.of(ask.request_id)
-        if noted is None or not noted.start < noted.end == last or ask.budget < 1:
+        """Feed the positions that came since the last time."""
+        unread = self._lanes.read(ask)
+        if unread is None:
             return None
-        lane = self._lanes.get(ask.request_id)
-        if lane is None or not noted.start <= lane.held < last:
-            lane = self._begin(ask.request_id, lane, noted.start)
-        noted.drop(lane.held)
-        pieces.extend(noted.pieces)
-        turn = Turn(ask, lane.slot, ask.budget, origin=lane.first + 1)
-        turn.feed(lane.held - lane.first, ask.tokens[lane.held + 1 :], samples=True)
-        lane.held = last
-        noted.drop(last)
+        pieces.extend(unread.pieces)
+        turn = Turn(ask, unread.lane.slot, ask.budget, origin=unread.lane.first + 1)
+        turn.feed(unread.place, ask.tokens[unread.start + 1 :], samples=True)
         return turn
-
-    def _begin(self, request_id: str, old: _Lane | None, first: int) -> _Lane:
-        """A lane that starts at a position."""
-        if old is not None:
-            self._forward.release(old.slot)
-            self._tables.release(old.slot)
-        lane = self._lanes[request_id] = _Lane(next(self._slots), first)
-        return lane
 
     def _run(self, turns: Sequence[Turn], carried: Draws | None) -> Step:
         if self._coming is None:
@@ -212,10 +175,7 @@ class ReadingDrafter:
     def _arrange(self, seated: Sequence[Seated]) -> None:
         """The features that come, in the order of the forward's rows."""
         assert self._coming is not None
-        firsts = np.cumsum([0, *(entry.window.rows for entry in sorted(seated, key=lambda entry: entry.index))])
-        rows = np.concatenate([firsts[entry.index] + np.arange(entry.window.rows) for entry in seated])
-        ordered = np.array_equal(rows, np.arange(rows.size))
-        self._fed.features = self._coming if ordered else self._coming[mx.array(rows.astype(np.int32))]
+        self._fed.features = in_rows(self._coming, seated)
 
     def _spread(self, logits: mx.array) -> mx.array:
         """Logits of all tokens, of which those that cannot be drafted have none."""

@@ -1,6 +1,6 @@
 """The parts of a target that drafters borrow: its embeddings, and rows of its language-model head."""
 
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,6 +28,14 @@ class Borrowed(msgspec.Struct, frozen=True):
     def dims(self) -> int:
         """Of hidden states."""
         return int(self.embedding(mx.array([0])).shape[-1])
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """By the target's head: `[..., dims]` to `[..., vocabulary]`."""
+        head: Any = self.head
+        tied = isinstance(head, (nn.Embedding, nn.QuantizedEmbedding))
+        # A tied head is asked by its class: what hangs at the module is for the target's own rows.
+        found: mx.array = type(head).as_linear(head, hidden) if tied else head(hidden)
+        return found
 
     def head_rows(self, ids: npt.NDArray[np.uint32]) -> mx.array:
         """The rows of the head that give these tokens' logits, `[ids, dims]`; evaluated."""
