@@ -10,6 +10,7 @@ from contextlib import closing
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -17,18 +18,21 @@ import typer
 from rich.console import Console
 
 from api.progress import display_on
+from api.text import TemplateError
 from api.training_prompts import Asked, training_prompts
 from backends.mlx.runtime import BlasChoice, DtypePolicy, describe_device, load_blas, set_blas_threads
 from scheduler.request import Sampling
 
 if TYPE_CHECKING:
     from api.text import Tokenizer
+    from backends.mlx.distill.asking import Opening
     from backends.mlx.distill.collect import Prompt, Text
     from backends.mlx.distill.train import Trained
 
 _TEMPERATURES = (0.0, 0.5, 0.0, 1.0)
 """How the answers are drawn, prompt by prompt."""
 _SHOWN_S = 10.0
+_SAID = "What-a-user-says"
 
 
 class PromptFileError(ValueError):
@@ -54,6 +58,12 @@ def distill(
         Path | None, typer.Option(help="One prompt a line: JSON with prompt, turns or messages, or text; else our own.")
     ] = None,
     count: Annotated[int, typer.Option(min=8, help="Prompts to answer.")] = 4096,
+    self_asked: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=1, help="The share of the prompts that the model makes up; 0.5, or 0 beside --prompts."
+        ),
+    ] = None,
     answer: Annotated[int, typer.Option(min=4, help="Tokens of an answer at most.")] = 112,
     lanes: Annotated[int, typer.Option(min=1, help="Prompts answered at once.")] = 96,
     drafted: Annotated[int, typer.Option(min=16, help="Tokens that can be drafted, the most frequent ones.")] = 8192,
@@ -80,6 +90,7 @@ def distill(
         home=home_folder(),
         prompts=prompts,
         count=count,
+        self_asked=self_asked if self_asked is not None else 0.5 * (prompts is None),
         answer=answer,
         lanes=lanes,
         drafted=drafted,
@@ -109,6 +120,7 @@ class _Told(msgspec.Struct, frozen=True, kw_only=True):
     home: Path
     prompts: Path | None
     count: int
+    self_asked: float
     answer: int
     lanes: int
     drafted: int
@@ -127,28 +139,38 @@ def _run(told: _Told, dtype: DtypePolicy, console: Console) -> None:
     from backends.mlx.distill.train import Schedule
 
     source = read_prompts(told.prompts) if told.prompts is not None else training_prompts(told.seed)
-    asked = list(islice(source, told.count))
-    if not asked:
+    made_up = round(told.count * told.self_asked)
+    asked = list(islice(source, told.count - made_up))
+    if not asked and not made_up:
         raise PromptFileError(f"{told.prompts}: there are no prompts")
     with closing(display_on(console)) as display:
         subject = load_subject(told.model, told.home, dtype, display, describe_device().kind)
     plan = DistillPlan(
         shape=subject.shape,
         seed=told.seed,
-        prompts=len(asked),
+        prompts=len(asked) + made_up,
+        self_asked=made_up,
         answer=told.answer,
         lanes=told.lanes,
         drafted=min(told.drafted, subject.parts.vocabulary),
         schedule=Schedule(epochs=told.epochs, steps=told.steps, rate=told.rate),
     )
     name = subject.loaded.name.replace("/", "--")
-    prompts = list(encoded(FolderTokenizer(subject.loaded.folder), asked, told.seed))
-    refuse_too_long(prompts, told.answer, subject.loaded.context_length)
+    tokenizer = FolderTokenizer(subject.loaded.folder)
+    opening = opening_of(tokenizer)
     own = subject.header((), "")
     run = Distillation(
-        told.folder or told.home / "distill" / name, plan, f"{own.target} {own.tokenizer} {digest_of(prompts)}"
+        told.folder or told.home / "distill" / name,
+        plan,
+        f"{own.target} {own.tokenizer} {digest_of([*encoded(tokenizer, asked, told.seed)], opening)}",
     )
     shown = Shown(console)
+    if made_up:
+        questions = run.questions(subject.backend, opening, shown.asked(made_up))
+        asked += [Asked(tokenizer.decode(question).strip()) for question in questions]
+        Random(told.seed).shuffle(asked)  # noqa: S311 (nothing is kept secret by it)
+    prompts = list(encoded(tokenizer, asked, told.seed))
+    refuse_too_long(prompts, told.answer, subject.loaded.context_length)
     run.collect(subject.backend, prompts, shown.collected(len(asked)))
     made = run.train(subject.parts, shown.trained)
     trained = f"{made.positions} tokens of {len(asked)} answers, {told.epochs} epochs, seed {told.seed}"
@@ -173,9 +195,20 @@ def refuse_too_long(prompts: "Sequence[Prompt]", answer: int, context: int) -> N
             )
 
 
-def digest_of(prompts: "Sequence[Prompt]") -> str:
-    """Tells these prompts from all others."""
-    return blake2b(msgspec.json.encode(prompts), digest_size=16).hexdigest()
+def opening_of(tokenizer: "Tokenizer") -> "Opening":
+    """Where a user's turn begins and how it ends, by the model's template. Raises TemplateError."""
+    from backends.mlx.distill.asking import Opening
+
+    before, said, behind = tokenizer.render([{"role": "user", "content": _SAID}], {}).partition(_SAID)
+    if not said:
+        raise TemplateError("the model's chat template does not show what a user says")
+    ends = tokenizer.encode(behind, special=False)[:1]
+    return Opening(tuple(tokenizer.encode(before.rstrip(" "), special=False)), frozenset(ends))
+
+
+def digest_of(prompts: "Sequence[Prompt]", opening: "Opening") -> str:
+    """Tells these prompts, and those that are made up behind this opening, from all others."""
+    return blake2b(msgspec.json.encode((prompts, opening)), digest_size=16).hexdigest()
 
 
 def read_prompts(file: Path) -> Iterator[Asked]:
@@ -221,6 +254,18 @@ class Shown:
         self._console = console
         self._begun = time.monotonic()
         self._due = 0.0
+
+    def asked(self, wanted: int) -> "Callable[[tuple[int, ...]], None]":
+        """To be told of every question that was made up."""
+        made = 0
+
+        def told(_: tuple[int, ...]) -> None:
+            nonlocal made
+            made += 1
+            if self._is_due():
+                self._say(f"ask: {made} of {wanted} questions made up")
+
+        return told
 
     def collected(self, prompts: int) -> "Callable[[int, Text], None]":
         """To be told of every text."""

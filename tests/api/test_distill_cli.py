@@ -7,9 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 from api.cli import app
-from api.distill_cli import PromptFileError, digest_of, encoded, read_prompts, refuse_too_long
-from api.text import ByteTokenizer
+from api.distill_cli import PromptFileError, digest_of, encoded, opening_of, read_prompts, refuse_too_long
+from api.text import ByteTokenizer, TemplateError
 from api.training_prompts import Asked, training_prompts
+from backends.mlx.distill.asking import Opening
 
 
 def test_our_own_prompts_are_many_and_the_same_for_a_seed() -> None:
@@ -76,8 +77,25 @@ def test_a_prompt_must_leave_room_for_its_answer(text: str, fits: bool) -> None:
 
 def test_other_prompts_have_another_digest() -> None:
     one, other = (list(encoded(ByteTokenizer(), [Asked(text)], 0)) for text in ("One", "Two"))
-    assert digest_of(one) == digest_of(list(one))
-    assert digest_of(one) != digest_of(other)
+    opening = opening_of(ByteTokenizer())
+    assert digest_of(one, opening) == digest_of(list(one), opening)
+    assert digest_of(one, opening) != digest_of(other, opening)
+    assert digest_of(one, opening) != digest_of(one, Opening((1,), opening.ends))
+
+
+def test_an_opening_is_the_template_up_to_what_the_user_says_and_the_first_token_behind_it() -> None:
+    opening = opening_of(ByteTokenizer())
+    assert bytes(opening.tokens) == b"user:", "a blank belongs to the word behind it"
+    assert opening.ends == {ord("\n")}
+
+
+def test_a_template_that_does_not_show_what_a_user_says_has_no_opening() -> None:
+    class Silent(ByteTokenizer):
+        def render(self, *_: object) -> str:
+            return "assistant: "
+
+    with pytest.raises(TemplateError, match="does not show"):
+        opening_of(Silent())
 
 
 def test_a_file_without_prompts_is_told_in_a_line(tmp_path: Path) -> None:

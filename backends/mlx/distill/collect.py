@@ -4,7 +4,7 @@ Lanes are served by the backend itself, as many at once as there is room for; wh
 prompt. Draws are keyed, so that a text depends on its prompt and seed alone.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 import mlx.core as mx
 import msgspec
@@ -59,12 +59,15 @@ class _Lane:
         return Window(self.slot, self.name, self.cached, tokens, not chunk, self.prompt.sampling, reach)
 
 
-def collect(backend: MLXBackend, prompts: Sequence[Prompt], *, lanes: int, answer: int) -> Iterator[Text]:
-    """The texts, as they end: at an end-of-sequence token, or after `answer` tokens.
+def collect(
+    backend: MLXBackend, prompts: Sequence[Prompt], *, lanes: int, answer: int, ends: Set[int] = frozenset()
+) -> Iterator[Text]:
+    """The texts, as they end: at an end-of-sequence token or one of `ends`, or after `answer` tokens.
 
     The backend must have taps and no other work. `lanes` are served at once.
     """
     features = backend.features = Features(None)
+    ends |= backend.info.eos_tokens
     coming = list(enumerate(prompts))[::-1]
     free = list(range(lanes))[::-1]
     serving: list[_Lane] = []
@@ -79,7 +82,7 @@ def collect(backend: MLXBackend, prompts: Sequence[Prompt], *, lanes: int, answe
             lane.cached = window.end
             lane.tokens += draws.tokens
             made = len(lane.tokens) - len(lane.prompt.tokens)
-            if made < answer and not (made and lane.tokens[-1] in backend.info.eos_tokens):
+            if made < answer and not (made and lane.tokens[-1] in ends):
                 staying.append(lane)
                 continue
             yield _text(lane, features, backend.taps)

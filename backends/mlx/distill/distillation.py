@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from backends.mlx.backend import MLXBackend
 from backends.mlx.distill.acceptance import acceptance
+from backends.mlx.distill.asking import Opening, ask
 from backends.mlx.distill.collect import Prompt, Text, collect
 from backends.mlx.distill.corpus import frequent, read_shard, write_shard
 from backends.mlx.distill.train import Frozen, Schedule, Trained, Trainer
@@ -29,6 +30,10 @@ class DistillPlan(msgspec.Struct, frozen=True, kw_only=True):
     shape: EagleShape
     seed: int = 0
     prompts: int = 4096
+    self_asked: int = 0
+    """So many of them the target makes up."""
+    question: int = 192
+    """Tokens of such a one at most."""
     shard: int = 512
     """Prompts whose texts lie in one file."""
     answer: int = 112
@@ -86,6 +91,27 @@ class Distillation:
     def shards(self) -> int:
         """How many files of texts there are in the end."""
         return -(-self._plan.prompts // self._plan.shard)
+
+    def questions(
+        self, backend: MLXBackend, opening: Opening, told: Callable[[tuple[int, ...]], None]
+    ) -> list[tuple[int, ...]]:
+        """What the backend, whose taps are the plan's, makes up; `told` of each question. Raises NoQuestionsError."""
+        file = self._folder / "questions.json"
+        if not file.exists():
+            plan = self._plan
+            made = ask(
+                backend,
+                opening,
+                wanted=plan.self_asked,
+                seed=plan.seed,
+                lanes=plan.lanes,
+                longest=plan.question,
+                told=told,
+            )
+            unfinished = file.with_suffix(".unfinished")
+            unfinished.write_bytes(msgspec.json.encode(made))
+            unfinished.replace(file)
+        return msgspec.json.decode(file.read_bytes(), type=list[tuple[int, ...]])
 
     def collect(self, backend: MLXBackend, prompts: Sequence[Prompt], told: Callable[[int, Text], None]) -> None:
         """Have the backend, whose taps are the plan's, answer all prompts; `told` of each text and its shard."""

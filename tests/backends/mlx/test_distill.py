@@ -1,5 +1,6 @@
 """A drafter is trained on a target's own words: what is collected, what is learned, and that a stop changes nothing."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -9,6 +10,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from backends.mlx import exponential
+from backends.mlx.distill.asking import NoQuestionsError, Opening, ask
 from backends.mlx.distill.collect import Prompt, Text, collect
 from backends.mlx.distill.corpus import frequent, read_shard, write_shard
 from backends.mlx.distill.distillation import Distillation, DistillPlan, Made, OtherRunError, first_network
@@ -159,6 +161,55 @@ def test_texts_and_features_are_the_targets_own(subject: Subject) -> None:
         assert np.allclose(final @ np.array(rows).T, np.array(logits)[:-1], atol=2e-2)
         assert text.features.shape == (len(tokens) - 1, subject.shape.dims * len(subject.shape.taps))
     assert {text.greedy for text in found} == {True, False}
+
+
+# ---- what the target asks itself -------------------------------------------------------------------------------------
+
+OPENING = Opening((5, 17, 3), frozenset(range(0, 90, 6)))
+
+
+def asked(subject: Subject, told: Callable[[tuple[int, ...]], None] = said, seed: int = 0) -> list[tuple[int, ...]]:
+    return ask(subject.backend, OPENING, wanted=9, seed=seed, lanes=4, longest=20, told=told)
+
+
+def test_questions_are_what_the_target_says_behind_the_opening_up_to_its_end(subject: Subject) -> None:
+    heard: list[tuple[int, ...]] = []
+    questions = asked(subject, heard.append)
+    assert heard == questions
+    assert len(set(questions)) == 9
+    assert {len(question) for question in questions} <= set(range(4, 20))
+    ends = OPENING.ends | subject.backend.info.eos_tokens
+    assert not any(ends & set(question) for question in questions)
+    texts = [tuple(text.tokens[3:].tolist()) for text in collect(subject.backend, drawn(60), lanes=7, answer=20)]
+    said_first = {next(text[:place] for place, token in enumerate((*text, 0)) if token in ends) for text in texts}
+    assert set(questions) <= said_first, "each is drawn as a seed of its own has it"
+
+
+def drawn(count: int) -> list[Prompt]:
+    """The first draws of seed 0."""
+    return [Prompt(OPENING.tokens, Sampling(0.8, seed)) for seed in range(count)]
+
+
+def test_questions_are_the_same_for_a_seed(subject: Subject) -> None:
+    assert asked(subject) == asked(subject)
+    assert not set(asked(subject)) & set(asked(subject, seed=1))
+
+
+def test_a_target_that_never_ends_its_turn_asks_nothing(subject: Subject) -> None:
+    endless = Opening(OPENING.tokens, frozenset())
+    with pytest.raises(NoQuestionsError, match="of 3 questions"):
+        ask(subject.backend, endless, wanted=3, seed=0, lanes=3, longest=6, told=said)
+
+
+def test_questions_are_kept_for_a_run_that_goes_on(subject: Subject, tmp_path: Path) -> None:
+    plan = plan_of(subject, self_asked=5, question=20)
+    first = Distillation(tmp_path, plan, "target").questions(subject.backend, OPENING, said)
+    heard: list[tuple[int, ...]] = []
+    assert Distillation(tmp_path, plan, "target").questions(subject.backend, OPENING, heard.append) == first
+    assert (len(first), heard) == (5, [])
+
+
+# ---- texts -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_shard_is_read_as_it_was_written(subject: Subject, tmp_path: Path) -> None:
