@@ -69,6 +69,18 @@ def layer_kinds(model: Module) -> list[Kind]:
         return [_kind(cache, latent) for cache in caches]
 
 
+def attention_kind(cache: object, call: Callable[[], mx.array]) -> AttentionKind:
+    """What a layer caches that attends, in a cache of mlx-lm's that is empty before the call, of which nothing is
+    evaluated. Raises UnknownCacheError for one that does not attend.
+    """
+    with noting_latent() as latent:
+        call()
+        kind = _kind(cache, latent)
+    if not isinstance(kind, AttentionKind):
+        raise UnknownCacheError(f"{type(cache).__name__} in which nothing is kept by position")
+    return kind
+
+
 def attention_kinds(kinds: Sequence[Kind]) -> list[AttentionKind]:
     """All that attend, those inside of lists too."""
     found: list[AttentionKind] = []

@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from backends.mlx.caches.buffers import LayerShape
+from backends.mlx.caches.kinds import AttentionKind
 from backends.mlx.caches.packed import PackedCache
 from backends.mlx.caches.sight import Sight
 from backends.mlx.drafts.target import Borrowed
@@ -132,12 +133,12 @@ class EagleNetwork:
         self._embedding = target.embedding
         self._head = target.head_rows(ids).T
         dtype = network.fuse.weight.dtype
-        sight = Sight(window=shape.window)
-        self.cached = (LayerShape(shape.kv_heads, shape.head_dim, shape.head_dim, dtype), sight)
+        layer = LayerShape(shape.kv_heads, shape.head_dim, shape.head_dim, dtype)
+        self.cached = AttentionKind(layer, Sight(window=shape.window))
 
     def read(self, features: mx.array) -> mx.array:
         """Each tap's by its root mean square, joined."""
-        fused: mx.array = self._network.fuse(normalised(features, len(self.taps)).astype(self.cached[0].dtype))
+        fused: mx.array = self._network.fuse(normalised(features, len(self.taps)).astype(self.cached.shape.dtype))
         return fused
 
     def output(self, tokens: mx.array, features: mx.array, cache: PackedCache) -> mx.array:

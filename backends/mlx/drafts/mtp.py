@@ -26,16 +26,16 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import msgspec
-from mlx_lm.models import glm4_moe, qwen3_5, qwen3_next
+from mlx_lm.models import deepseek_v3, glm4_moe, glm4_moe_lite, qwen3_5, qwen3_next
 from mlx_lm.models.cache import KVCache
 
-from backends.mlx.caches.buffers import LayerShape
-from backends.mlx.caches.sight import EVERYTHING
+from backends.mlx.caches.kinds import AttentionKind, attention_kind
 from backends.mlx.drafts.files import DrafterError
 from backends.mlx.drafts.fill import fill
-from backends.mlx.drafts.mtp_weights import Naming, holds_weights, read_weights
+from backends.mlx.drafts.mtp_weights import Naming, holds_weights, read_weights, split_latent
 from backends.mlx.drafts.target import Borrowed
 from backends.mlx.load import Loaded
+from backends.mlx.seam import install_attention
 from backends.mlx.taps import Tap
 
 
@@ -68,7 +68,7 @@ class MTPNetwork:
         self._network = network
         self._target = target
         self._dtype = _dtype(target)
-        self.cached = (_cached(network, target.dims, self._dtype), EVERYTHING)
+        self.cached = _cached(network, target.dims, self._dtype)
 
     def read(self, features: mx.array) -> mx.array:
         """Themselves."""
@@ -89,12 +89,12 @@ def _dtype(target: Borrowed) -> mx.Dtype:
     return embedded.dtype
 
 
-def _cached(network: MTP, dims: int, dtype: mx.Dtype) -> LayerShape:
+def _cached(network: MTP, dims: int, dtype: mx.Dtype) -> AttentionKind:
     """What its layer caches, as mlx-lm's own cache sees it."""
+    install_attention(network)  # which notes whether it is latent vectors
     cache = KVCache()
     row = mx.zeros((1, 1, dims), dtype)
-    network(row, row, cache)
-    return LayerShape(cache.keys.shape[1], cache.keys.shape[3], cache.values.shape[3], cache.keys.dtype)
+    return attention_kind(cache, lambda: network(row, row, cache))
 
 
 # Whose weights are known
@@ -108,6 +108,8 @@ class _Family(msgspec.Struct, frozen=True):
     layer: Callable[[Any], nn.Module]
     """From them to a decoder layer that attends everything, and has experts if the model has any."""
     naming: Callable[[Any], Naming]
+    latent: bool = False
+    """Whether its layers cache latent vectors (see `split_latent`)."""
 
 
 def _qwen_naming(_: Any) -> Naming:
@@ -122,8 +124,10 @@ def _qwen_naming(_: Any) -> Naming:
     return Naming("mtp.", tuple(parts.items()), zero_centred=True)
 
 
-def _glm_naming(arguments: Any) -> Naming:
-    """As in vLLM's `glm4_moe_mtp.py`: the layer behind the last. Its head and embeddings are copies of the model's."""
+def _numbered_naming(arguments: Any) -> Naming:
+    """As in vLLM's `glm4_moe_mtp.py` and `deepseek_mtp.py`: the layer behind the last, which has copies of the model's
+    head and embeddings.
+    """
     parts = {
         "enorm.": "embedding_norm.",
         "hnorm.": "hidden_norm.",
@@ -152,18 +156,28 @@ def _glm4_moe_layer(arguments: Any) -> nn.Module:
     return layer
 
 
+def _deepseek_layer(arguments: Any) -> nn.Module:
+    layer: nn.Module = deepseek_v3.DeepseekV3DecoderLayer(arguments, arguments.num_hidden_layers)
+    return layer
+
+
+def _glm4_moe_lite_layer(arguments: Any) -> nn.Module:
+    layer: nn.Module = glm4_moe_lite.Glm4MoeLiteDecoderLayer(arguments, arguments.num_hidden_layers)
+    return layer
+
+
 _QWEN3_NEXT = _Family(lambda model: model.args, _qwen3_next_layer, _qwen_naming)
 _QWEN3_5 = _Family(lambda model: model.language_model.args, _qwen3_5_layer, _qwen_naming)
-_GLM4_MOE = _Family(lambda model: model.args, _glm4_moe_layer, _glm_naming)
+_GLM4_MOE = _Family(lambda model: model.args, _glm4_moe_layer, _numbered_naming)
 _FAMILIES: Mapping[str, _Family] = {
     "qwen3_next": _QWEN3_NEXT,
     "qwen3_5": _QWEN3_5,
     "qwen3_5_moe": _QWEN3_5,
     "glm4_moe": _GLM4_MOE,
+    "deepseek_v3": _Family(lambda model: model.args, _deepseek_layer, _numbered_naming, latent=True),
+    "glm4_moe_lite": _Family(lambda model: model.args, _glm4_moe_lite_layer, _numbered_naming, latent=True),
 }
 """By the module of mlx-lm's that defines the model."""
-_LATENT = frozenset({"deepseek_v3", "glm4_moe_lite"})
-"""Whose layers cache latent vectors. The drafter's layer would, too; but its lanes keep plain keys and values."""
 
 
 # Building one
@@ -188,6 +202,8 @@ def mtp_network(loaded: Loaded, target: Borrowed) -> MTPNetwork:
         weights = read_weights(loaded.folder, naming)
         if not weights:
             raise DrafterError("its folder holds none")
+        if family.latent:
+            weights = split_latent(weights, arguments.num_attention_heads, arguments.qk_nope_head_dim)
         network = MTP(family.layer(arguments), target.dims, arguments.rms_norm_eps)
         fill(network, weights, naming, loaded.model, _dtype(target))
     except (ArithmeticError, LookupError, RuntimeError, ValueError) as error:
@@ -202,8 +218,6 @@ def _kind(loaded: Loaded) -> str:
 
 def _family(loaded: Loaded) -> _Family:
     kind = _kind(loaded)
-    if kind in _LATENT:
-        raise DrafterError(f"{loaded.name}: the layers of {kind} cache latent vectors, which no drafter can do yet")
     if kind not in _FAMILIES:
         raise DrafterError(f"{loaded.name}: no multi-token-prediction weights are known for {kind}")
     return _FAMILIES[kind]

@@ -21,6 +21,7 @@ _WRAPPER = "language_model."
 """What mlx-lm puts before all names of a model for text and images (its `qwen3_5.Model.sanitize`)."""
 _EXPERT = re.compile(r"(.*mlp)\.experts\.(\d+)\.(\w+\.\w+)")
 _FUSED = ".experts.gate_up_proj"
+_BLOCK = 128
 
 
 class Naming(msgspec.Struct, frozen=True):
@@ -72,7 +73,7 @@ def read_weights(folder: Path, naming: Naming) -> Weights:
     Qwen publishes as `pre_fc_norm_embedding` is negative throughout (found by MTPLX). Converters that added one to some
     of these norms only have been seen (by oMLX); drafts of such weights are wrong.
 
-    Raises DrafterError for a file that cannot be read, or experts that differ.
+    Numbers of 8 bits are widened. Raises DrafterError for a file that cannot be read, or experts that differ.
     """
     weights: Weights = {}
     published = False
@@ -82,11 +83,28 @@ def read_weights(folder: Path, naming: Naming) -> Weights:
             if own is not None:
                 weights[own] = array
             published |= name.endswith("conv1d.weight") and array.shape[-1] != 1
-    weights = _halved(_stacked(weights))
+    weights = _halved(_stacked(_widened(weights)))
     norms = {name: array for name, array in weights.items() if name.endswith("norm.weight")}
     if naming.zero_centred and (published or any(bool(array.mean() < 0) for array in norms.values())):
         weights |= {name: array + 1.0 for name, array in norms.items()}
     return weights
+
+
+def split_latent(weights: Weights, heads: int, key_dim: int) -> Weights:
+    """The projection from the latent vector to each head's keys and values (`kv_b_proj`, `[heads * (key_dim +
+    value_dim), rank]`) as the two that mlx-lm's layers have: `embed_q` `[heads, rank, key_dim]` and `unembed_out`
+    `[heads, value_dim, rank]`. Raises DrafterError if it is quantized.
+    """
+    found = {name: array for name, array in weights.items() if ".kv_b_proj." in name}
+    split = {name: array for name, array in weights.items() if name not in found}
+    for name, array in found.items():
+        base, part = name.split(".kv_b_proj.")
+        if part != "weight":
+            raise DrafterError(f"{name} is quantized, which is not known of it")
+        both = array.reshape(heads, -1, array.shape[-1])
+        split[f"{base}.embed_q.weight"] = mx.contiguous(both[:, :key_dim].swapaxes(-1, -2))
+        split[f"{base}.unembed_out.weight"] = mx.contiguous(both[:, key_dim:])
+    return split
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -101,6 +119,19 @@ def _opened(file: Path) -> Weights:
         raise DrafterError(f"{file} is damaged or incomplete: {error}") from None
     assert isinstance(found, dict)
     return found
+
+
+def _widened(weights: Weights) -> Weights:
+    """Numbers of 8 bits (E4M3) with a scale for each block of 128 by 128 of them, as float32."""
+    wide = dict(weights)
+    for name in weights:
+        narrow = weights.get(name.removesuffix("_scale_inv"))
+        if name.endswith(".weight_scale_inv") and narrow is not None and narrow.dtype == mx.uint8:
+            rows, columns = narrow.shape
+            scales = mx.repeat(wide.pop(name).astype(mx.float32), _BLOCK, axis=0)[:rows]
+            scales = mx.repeat(scales, _BLOCK, axis=1)[:, :columns]
+            wide[name.removesuffix("_scale_inv")] = mx.from_fp8(narrow, dtype=mx.float32) * scales
+    return wide
 
 
 def _stacked(weights: Weights) -> Weights:

@@ -12,10 +12,8 @@ import numpy as np
 
 from backends.mlx import exponential
 from backends.mlx.adjust import LaneTables
-from backends.mlx.caches.buffers import LayerShape
 from backends.mlx.caches.kinds import AttentionKind
 from backends.mlx.caches.packed import PackedCache
-from backends.mlx.caches.sight import Sight
 from backends.mlx.drafts.lanes import ReadLanes, in_rows
 from backends.mlx.drafts.steps import Step, Turn, draft_in_steps, drawn_step
 from backends.mlx.exponential import Attention
@@ -46,7 +44,7 @@ class ReadingNetwork(Protocol):
         ...
 
     @property
-    def cached(self) -> tuple[LayerShape, Sight]:
+    def cached(self) -> AttentionKind:
         """What its layer caches."""
         ...
 
@@ -109,8 +107,7 @@ class ReadingDrafter:
         self._network = network
         self._fed = _Fed(network, chosen)
         install_attention(self._fed)
-        shape, sight = network.cached
-        self._forward = PackedForward(self._fed, chosen, [AttentionKind(shape, sight)], attention)
+        self._forward = PackedForward(self._fed, chosen, [network.cached], attention)
         self._forward.arranged = self._arrange
         self._tables = LaneTables()
         self._lanes = ReadLanes(features, self._forward, self._tables)

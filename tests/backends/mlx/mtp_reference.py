@@ -147,6 +147,33 @@ def apart(weights: Mapping[str, mx.array]) -> Weights:
     return published
 
 
+def narrowed(weights: Mapping[str, mx.array]) -> tuple[Weights, Weights]:
+    """Matrices in 8 bits, with a scale for each block of 128 by 128; and what they stand for."""
+    published, meant = dict(weights), dict(weights)
+    for name, weight in weights.items():
+        if weight.ndim == 2:
+            rows, columns = weight.shape
+            scales = mx.random.uniform(0.5, 2, (-(-rows // 128), -(-columns // 128)), key=mx.random.key(rows))
+            published[name] = mx.to_fp8(weight)
+            published[f"{name}_scale_inv"] = scales
+            wide = np.array(scales).repeat(128, axis=0)[:rows].repeat(128, axis=1)[:, :columns]
+            meant[name] = mx.from_fp8(published[name], dtype=mx.float32) * mx.array(wide)
+    return published, meant
+
+
+def joined_latent(weights: Mapping[str, mx.array]) -> Weights:
+    """The two projections from the latent vector as the one that is published."""
+    published = dict(weights)
+    for name in weights:
+        if name.endswith(".embed_q.weight"):
+            base = name.removesuffix("embed_q.weight")
+            keys = published.pop(name).swapaxes(-1, -2)
+            values = published.pop(f"{base}unembed_out.weight")
+            both = mx.concatenate([keys, values], axis=1)
+            published[f"{base}kv_b_proj.weight"] = both.reshape(-1, both.shape[-1])
+    return published
+
+
 def fused(weights: Mapping[str, mx.array]) -> Weights:
     """All experts in one array, and gate and up projection too."""
     published = dict(weights)
