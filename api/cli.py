@@ -57,7 +57,7 @@ def size(text: str) -> int:
 
 
 def drafter_of(text: str) -> Path | Literal["auto", "mtp"] | None:
-    """A file, or how one is found."""
+    """A file or folder, or how one is found."""
     match text:
         case "auto" | "mtp":
             return text
@@ -143,7 +143,7 @@ def serve(
         str,
         typer.Option(
             metavar="FILE",
-            help="A drafter that reads the model, as `paceline distill` makes it; mtp: the model's own; auto; none.",
+            help="A drafter that reads the model: `distill`'s file, or a published folder; mtp: its own; auto; none.",
         ),
     ] = "auto",
     draft_tokens: Annotated[
