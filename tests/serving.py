@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 PROGRAM = Path(sys.executable).with_name("paceline")
-PATIENCE = 120.0
+PATIENCE = 200.0
 MODEL = "smollm2-135m"
 
 
