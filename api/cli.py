@@ -142,7 +142,7 @@ def serve(
     drafter: Annotated[
         str,
         typer.Option(
-            metavar="FILE",
+            metavar="PATH",
             help="A drafter that reads the model: `distill`'s file, or a published folder; mtp: its own; auto; none.",
         ),
     ] = "auto",

@@ -23,11 +23,10 @@ from backends.mlx.blocks import LaneBlocks
 from backends.mlx.caches.kinds import AttentionKind, Kind, UnknownCacheError, attention_kinds, layer_kinds, quantized
 from backends.mlx.check import check_lanes
 from backends.mlx.drafts.attach import attach, find_own
-from backends.mlx.drafts.block import BlockDrafter
 from backends.mlx.drafts.files import DrafterError
+from backends.mlx.drafts.folders import LaneDrafter
 from backends.mlx.drafts.model import DraftModel, DraftModelFacts
 from backends.mlx.drafts.mtp import find_mtp
-from backends.mlx.drafts.reading import ReadingDrafter
 from backends.mlx.exponential import Attention
 from backends.mlx.fingerprint import fingerprint
 from backends.mlx.load import Loaded, LoadError, load_folder, locate, refuse_other_tokens
@@ -94,8 +93,8 @@ def load_backend(
         backend.drafters = (source,)
         backend.info = msgspec.structs.replace(backend.info, drafter=drafting[0])
         ledger = LaneLedger(forward.store, source.store, source.context_length)
-    elif drafter is not None and (reading := _attach(backend, loaded, home, drafter, head, forward)) is not None:
-        ledger = LaneLedger(forward.store, reading.store, loaded.context_length)
+    elif drafter is not None and (attached := _attach(backend, loaded, home, drafter, head, forward)) is not None:
+        ledger = LaneLedger(forward.store, attached.store, loaded.context_length)
     backend.memory = ledger
     progress("warm up", 0, None)
     backend.info = msgspec.structs.replace(backend.info, timed_rounds=timed_rounds(backend))
@@ -124,16 +123,15 @@ def _attach(
     drafter: Drafter,
     head: HeadRows,
     forward: Forward,
-) -> ReadingDrafter | BlockDrafter | None:
+) -> LaneDrafter | None:
     """Let a drafter read what the model's forward computes. One that was found and does not fit is told of and left
     out; one that was named is refused.
     """
     file = find_own(loaded, home) if drafter == "auto" else None if drafter == "mtp" else drafter
     if file is None and drafter == "auto" and not find_mtp(loaded):
         return None
-    attention = fast_attention(loaded.model)
     try:
-        reading, taps, features = attach(file, loaded, head, attention)
+        source, taps, features = attach(file, loaded, head, forward, fast_attention(loaded.model))
         try_taps(forward, taps)
     except (DrafterError, TapError) as error:
         if drafter == "auto":
@@ -141,9 +139,14 @@ def _attach(
             return None
         raise LoadError(f"{loaded.name}: {error}") from None
     backend.features = features
-    backend.drafters = (reading,)
-    backend.info = msgspec.structs.replace(backend.info, drafter="mtp" if file is None else file.stem)
-    return reading
+    backend.drafters = (source,)
+    backend.info = msgspec.structs.replace(backend.info, drafter="mtp" if file is None else _name(file))
+    return source
+
+
+def _name(file: Path) -> str:
+    """Of a drafter, for people."""
+    return file.resolve().name if file.is_dir() else file.stem
 
 
 def try_taps(forward: Forward, taps: Taps) -> None:

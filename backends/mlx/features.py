@@ -25,15 +25,18 @@ class FeaturePiece(msgspec.Struct, frozen=True):
 class LaneFeatures:
     """The features of positions `[start, end)` of one lane. Written by `Features`."""
 
-    def __init__(self, start: int) -> None:
+    def __init__(self, start: int, slot: int) -> None:
         self.start = start
         self.end = start
+        self.slot = slot
+        """Where the target's own lane was when the newest of them were noted."""
         self.pieces: deque[FeaturePiece] = deque()
 
-    def add(self, piece: FeaturePiece) -> None:
+    def add(self, piece: FeaturePiece, slot: int) -> None:
         """Go on with the rows of a round."""
         self.pieces.append(piece)
         self.end += piece.count
+        self.slot = slot
 
     def drop(self, start: int) -> None:
         """Forget all before a position."""
@@ -72,8 +75,8 @@ class Features:
     def _add(self, window: Window, piece: FeaturePiece) -> None:
         lane = self._lanes.get(window.request_id)
         if lane is None or lane.end != window.start:
-            lane = self._lanes[window.request_id] = LaneFeatures(window.start)
-        lane.add(piece)
+            lane = self._lanes[window.request_id] = LaneFeatures(window.start, window.slot)
+        lane.add(piece, window.slot)
         if self._most is not None:
             lane.drop(lane.end - self._most)
 

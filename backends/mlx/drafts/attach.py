@@ -7,10 +7,9 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from backends.mlx.drafts.block import BlockDrafter
 from backends.mlx.drafts.eagle import Eagle, EagleNetwork, parameters_of
 from backends.mlx.drafts.files import DrafterError, DrafterHeader, find_drafter, load_drafter
-from backends.mlx.drafts.folders import attach_folder
+from backends.mlx.drafts.folders import Attached, attach_folder
 from backends.mlx.drafts.mtp import mtp_network
 from backends.mlx.drafts.reading import MOST_UNREAD, ReadingDrafter
 from backends.mlx.drafts.target import Borrowed, BorrowError, borrow
@@ -20,6 +19,7 @@ from backends.mlx.fingerprint import weights_identity
 from backends.mlx.load import Loaded, tokenizer_identity
 from backends.mlx.seam import HeadRows
 from backends.mlx.taps import TapError, Taps
+from backends.mlx.verify import Forward
 
 Parameters = dict[str, npt.NDArray[np.generic]]
 
@@ -40,17 +40,14 @@ def find_own(loaded: Loaded, home: Path) -> Path | None:
     return find_drafter(drafter_folders(home), weights_identity(loaded.folder))
 
 
-Attached = tuple[ReadingDrafter | BlockDrafter, Taps, Features]
-
-
-def attach(file: Path | None, loaded: Loaded, head: HeadRows, attention: Attention) -> Attached:
-    """A drafter that reads what the taps note, once a forward has them: of a file, of a folder that others published,
+def attach(file: Path | None, loaded: Loaded, head: HeadRows, forward: Forward, attention: Attention) -> Attached:
+    """A drafter that reads what the taps note, once the forward has them: of a file, of a folder that others published,
     or, for None, the one that came with the model. `head` is the target's own. Raises DrafterError.
     """
     if file is None:
         return attach_mtp(loaded, head, attention)
     if file.is_dir():
-        return attach_folder(file, loaded, head, attention)
+        return attach_folder(file, loaded, head, forward, attention)
     return attach_file(file, loaded, head, attention)
 
 

@@ -31,9 +31,9 @@ from mlx_lm.models.cache import KVCache
 
 from backends.mlx.caches.kinds import AttentionKind, attention_kind
 from backends.mlx.drafts.files import DrafterError
-from backends.mlx.drafts.fill import fill
 from backends.mlx.drafts.mtp_weights import Naming, holds_weights, read_weights, split_latent
 from backends.mlx.drafts.target import Borrowed
+from backends.mlx.drafts.weights import fill
 from backends.mlx.load import Loaded
 from backends.mlx.seam import install_attention
 from backends.mlx.taps import Tap
@@ -205,7 +205,7 @@ def mtp_network(loaded: Loaded, target: Borrowed) -> MTPNetwork:
         if family.latent:
             weights = split_latent(weights, arguments.num_attention_heads, arguments.qk_nope_head_dim)
         network = MTP(family.layer(arguments), target.dims, arguments.rms_norm_eps)
-        fill(network, weights, naming, loaded.model, _dtype(target))
+        fill(network, weights, naming.stored, loaded.model, _dtype(target))
     except (ArithmeticError, LookupError, RuntimeError, ValueError) as error:
         # Fault boundary: the weights are the user's, and MLX raises whatever it trips over.
         raise DrafterError(f"{loaded.name} has no multi-token-prediction weights that could draft: {error}") from None

@@ -7,15 +7,13 @@ Knows nothing of what the network computes.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
 import mlx.core as mx
 import msgspec
 
 from backends.mlx.drafts.files import DrafterError
-
-Weights = dict[str, mx.array]
+from backends.mlx.drafts.weights import Weights, opened, weight_files
 
 _WRAPPER = "language_model."
 """What mlx-lm puts before all names of a model for text and images (its `qwen3_5.Model.sanitize`)."""
@@ -55,9 +53,9 @@ class Naming(msgspec.Struct, frozen=True):
 
 def holds_weights(folder: Path, naming: Naming) -> bool:
     """Whether a folder has any of them. Files that cannot be read are passed over."""
-    for file in _files(folder):
+    for file in weight_files(folder):
         try:
-            if any(naming.own(name) for name in _opened(file)):
+            if any(naming.own(name) for name in opened(file)):
                 return True
         except DrafterError:
             continue
@@ -77,8 +75,8 @@ def read_weights(folder: Path, naming: Naming) -> Weights:
     """
     weights: Weights = {}
     published = False
-    for file in _files(folder):
-        for name, array in _opened(file).items():
+    for file in weight_files(folder):
+        for name, array in opened(file).items():
             own = naming.own(name)
             if own is not None:
                 weights[own] = array
@@ -105,20 +103,6 @@ def split_latent(weights: Weights, heads: int, key_dim: int) -> Weights:
         split[f"{base}.embed_q.weight"] = mx.contiguous(both[:, :key_dim].swapaxes(-1, -2))
         split[f"{base}.unembed_out.weight"] = mx.contiguous(both[:, key_dim:])
     return split
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    yield from sorted(folder.glob("*.safetensors"))
-
-
-def _opened(file: Path) -> Weights:
-    """The arrays of a file, of which only the header is read."""
-    try:
-        found = mx.load(str(file), format="safetensors")
-    except (RuntimeError, ValueError) as error:
-        raise DrafterError(f"{file} is damaged or incomplete: {error}") from None
-    assert isinstance(found, dict)
-    return found
 
 
 def _widened(weights: Weights) -> Weights:

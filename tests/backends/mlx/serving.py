@@ -94,6 +94,38 @@ class Agreement:
 # ---- the loop that serves them -------------------------------------------------------------------------------------
 
 
+class CheckedDrafts:
+    """A drafter whose every draft is checked. The executor takes a source that raises for one that failed, and goes on
+    without it: what was wrong is told in the end. Written by the executor.
+    """
+
+    name = "drafter"
+    costly = True
+
+    def __init__(self, drafter: DraftSource, check: Callable[[DraftAsk, Draft], None]) -> None:
+        """`check` fails for a wrong draft."""
+        self._drafter = drafter
+        self._check = check
+        self.drafts = 0
+        """How many were checked that are no empty ones."""
+        self.wrong: list[AssertionError] = []
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
+        """What the drafter does."""
+        drafts = self._drafter.propose(asks)
+        for ask, draft in zip(asks, drafts, strict=True):
+            try:
+                self._check(ask, draft)
+            except AssertionError as error:
+                self.wrong.append(error)
+            self.drafts += bool(draft.tokens)
+        return drafts
+
+    def forget(self, request_id: str) -> None:
+        """The lane left."""
+        self._drafter.forget(request_id)
+
+
 class OracleDrafts:
     """Drafts that are right for a chosen number of tokens.
 

@@ -30,7 +30,7 @@ from scheduler.request import Request, Sampling
 from tests.backends.mlx.architectures import ARCHITECTURES, VOCABULARY, tiny_model
 from tests.backends.mlx.dflash_reference import EPS, Floats, PlainDFlash, published, random_dflash
 from tests.backends.mlx.mtp_reference import parameters
-from tests.backends.mlx.serving import INFO, Served, prompt_of, serve_with, submissions
+from tests.backends.mlx.serving import INFO, CheckedDrafts, Served, prompt_of, serve_with, submissions
 from tests.backends.mlx.tiny_models import write_json
 from tests.backends.mlx.windows import GREEDY, window_of
 
@@ -75,6 +75,11 @@ class Target(msgspec.Struct, frozen=True):
     loaded: Loaded
     head: HeadRows
     plain: nn.Module
+
+    @property
+    def forward(self) -> Forward:
+        """A fresh one."""
+        return build_forward(self.loaded.model, self.loaded.vocab_size, self.loaded.name, self.head)
 
     def drafter(self, kind: str, seed: int = 3) -> PlainDFlash:
         """A random one."""
@@ -128,7 +133,7 @@ class Reader:
     """A drafter that is told states by hand."""
 
     def __init__(self, folder: Path, target: Target, plain: PlainDFlash) -> None:
-        drafter, _, self.features = attach(folder, target.loaded, HeadRows(), ATTENTION)
+        drafter, _, self.features = attach(folder, target.loaded, HeadRows(), target.forward, ATTENTION)
         assert isinstance(drafter, BlockDrafter)
         self.drafter = drafter
         self._plain = plain
@@ -277,7 +282,7 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "another activation": (FULL | {"hidden_act": "gelu"}, "gelu"),
     "the second generation": (FULL | {"architectures": ["DFlash2DraftModel"]}, "second generation"),
     "convolutions": (FULL | {"dflash_config": OWN | {"conv_kernel_size": 2}}, "second generation"),
-    "no drafter": ({"architectures": ["LlamaForCausalLM"]}, "kind is not known"),
+    "no drafter": ({"architectures": ["LlamaForCausalLM"]}, "no drafter that is known: .*LlamaForCausalLM"),
     "another block": (FULL | {"intermediate_size": 128}, "mlp"),
 }
 
@@ -287,7 +292,7 @@ def test_a_folder_that_does_not_fit_is_refused(why: str, target: Target, tmp_pat
     config, reason = REFUSED[why]
     folder = write_folder(tmp_path, published(target.drafter("both ways")), config)
     with pytest.raises(DrafterError, match=f"(?s){tmp_path}.*{reason}"):
-        attach(folder, target.loaded, target.head, ATTENTION)
+        attach(folder, target.loaded, target.head, target.forward, ATTENTION)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b"\xff", b"{}"])
@@ -295,7 +300,7 @@ def test_a_folder_without_a_configuration_is_refused(content: bytes | None, targ
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(DrafterError, match=str(tmp_path)):
-        attach(tmp_path, target.loaded, target.head, ATTENTION)
+        attach(tmp_path, target.loaded, target.head, target.forward, ATTENTION)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.999])
@@ -304,7 +309,7 @@ def test_truncated_weights_are_refused(share: float, target: Target, tmp_path: P
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[: int(share * len(whole))])
     with pytest.raises(DrafterError, match="damaged or incomplete"):
-        attach(folder, target.loaded, target.head, ATTENTION)
+        attach(folder, target.loaded, target.head, target.forward, ATTENTION)
 
 
 def test_weights_that_are_not_there_are_named(target: Target, tmp_path: Path) -> None:
@@ -312,7 +317,7 @@ def test_weights_that_are_not_there_are_named(target: Target, tmp_path: Path) ->
     del weights["layers.1.self_attn.k_norm.weight"]
     folder = write_folder(tmp_path, weights, FULL)
     with pytest.raises(DrafterError, match=r"layers.1.self_attn.k_norm.weight is missing"):
-        attach(folder, target.loaded, target.head, ATTENTION)
+        attach(folder, target.loaded, target.head, target.forward, ATTENTION)
 
 
 def test_a_configuration_may_say_it_in_several_ways() -> None:
@@ -329,26 +334,16 @@ def test_a_configuration_may_say_it_in_several_ways() -> None:
 # ---- service ---------------------------------------------------------------------------------------------------------
 
 
-class Checked:
-    """A drafter whose every draft is held against the definition, over what mlx-lm makes of the whole text."""
+def check_over(target: Target, plain: PlainDFlash) -> Callable[[DraftAsk, Draft], None]:
+    """Against the definition, over what mlx-lm makes of the whole text."""
 
-    name = "drafter"
-    costly = True
+    def check(ask: DraftAsk, draft: Draft) -> None:
+        if len(ask.tokens) == 1:
+            assert draft == Draft(), "nothing of it is known"
+        else:
+            plain.check(draft, ask, target.hidden(ask.tokens[:-1]))
 
-    def __init__(self, drafter: DraftSource, target: Target, plain: PlainDFlash) -> None:
-        self._drafter = drafter
-        self._target = target
-        self._plain = plain
-
-    def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
-        drafts = self._drafter.propose(asks)
-        for ask, draft in zip(asks, drafts, strict=True):
-            assert draft.tokens, "every lane can be drafted for"
-            self._plain.check(draft, ask, self._target.hidden(ask.tokens[:-1]))
-        return drafts
-
-    def forget(self, request_id: str) -> None:
-        self._drafter.forget(request_id)
+    return check
 
 
 def served(forward: Forward, *sources: DraftSource, features: Features | None = None, drafts: int = 4) -> Served:
@@ -372,21 +367,25 @@ def garbage(size: float) -> Callable[[mx.array], mx.array]:
 def test_drafts_are_right_in_service_and_change_no_answer(kind: str, target: Target, tmp_path: Path) -> None:
     """Nor do those of weights that are nonsense."""
     loaded = target.loaded
-    forward = build_forward(loaded.model, loaded.vocab_size, loaded.name, target.head)
+    forward = target.forward
     plain = served(forward, drafts=0)
     assert {len(tokens) for tokens in plain.tokens.values()} == {12}
     known = target.drafter(kind)
     folder = write_folder(tmp_path / "whole", published(known), KINDS[kind])
-    drafter, forward.taps, features = attach(folder, loaded, target.head, ATTENTION)
+    drafter, forward.taps, features = attach(folder, loaded, target.head, forward, ATTENTION)
     try:
-        answers = served(forward, Checked(drafter, target, known), features=features)
+        checked = CheckedDrafts(drafter, check_over(target, known))
+        answers = served(forward, checked, features=features)
+        assert checked.wrong == []
+        assert checked.drafts > 20
         assert answers.tokens == plain.tokens
         assert answers.drafted >= 40
+        assert drafter.store is not None
         assert forward.buffers() == drafter.store.arrays() == [], "lanes left behind"
         for size in (1e4, np.nan):
             weights = {name: garbage(size)(array) for name, array in published(known).items()}
             folder = write_folder(tmp_path / str(size), weights, KINDS[kind])
-            drafter, forward.taps, features = attach(folder, loaded, target.head, ATTENTION)
+            drafter, forward.taps, features = attach(folder, loaded, target.head, forward, ATTENTION)
             answers = served(forward, drafter, features=features)
             assert answers.tokens == plain.tokens
             assert answers.drafted >= 40

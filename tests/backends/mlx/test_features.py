@@ -181,11 +181,11 @@ def test_pieces_of_several_lanes_and_rounds_come_in_the_order_in_which_they_are_
 
 
 def test_a_piece_that_is_dropped_in_part_ends_where_it_did() -> None:
-    lane = LaneFeatures(10)
+    lane = LaneFeatures(10, slot=0)
     rows = mx.arange(20).reshape(10, 2)
-    lane.add(FeaturePiece(rows, 3, 5))
+    lane.add(FeaturePiece(rows, 3, 5), slot=4)
     lane.drop(12)
-    assert (lane.start, lane.end) == (12, 15)
+    assert (lane.start, lane.end, lane.slot) == (12, 15, 4)
     assert np.array(gathered(lane.pieces)).tolist() == np.array(rows[5:8]).tolist()
 
 

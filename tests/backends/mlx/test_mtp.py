@@ -45,7 +45,7 @@ from tests.backends.mlx.mtp_reference import (
     qwen_names,
     random_mtp,
 )
-from tests.backends.mlx.serving import INFO, Served, prompt_of, serve_with, submissions
+from tests.backends.mlx.serving import INFO, CheckedDrafts, Served, prompt_of, serve_with, submissions
 from tests.backends.mlx.tiny_models import write_folder, write_json
 from tests.backends.mlx.windows import GREEDY, window_of
 
@@ -508,26 +508,17 @@ def test_a_truncated_file_is_refused(share: float, targets: Targets, tmp_path: P
 # ---- service ---------------------------------------------------------------------------------------------------------
 
 
-class Checked:
-    """A drafter whose every draft is held against the definition, over what mlx-lm makes of the whole text."""
+def check_over(target: Target) -> Callable[[DraftAsk, Draft], None]:
+    """Against the definition, over what mlx-lm makes of the whole text."""
 
-    name = "drafter"
-    costly = True
+    def check(ask: DraftAsk, draft: Draft) -> None:
+        assert target.head.noted is None, "the drafter's own rows pass no tap of the target"
+        if len(ask.tokens) == 1:
+            assert draft == Draft(), "nothing of it is known"
+        else:
+            target.mtp.check(draft, ask, target.hidden(ask.tokens[:-1]))
 
-    def __init__(self, drafter: ReadingDrafter, target: Target) -> None:
-        self._drafter = drafter
-        self._target = target
-
-    def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
-        drafts = self._drafter.propose(asks)
-        assert self._target.head.noted is None, "the drafter's own rows pass no tap of the target"
-        for ask, draft in zip(asks, drafts, strict=True):
-            assert draft.tokens, "every lane can be drafted for"
-            self._target.mtp.check(draft, ask, self._target.hidden(ask.tokens[:-1]))
-        return drafts
-
-    def forget(self, request_id: str) -> None:
-        self._drafter.forget(request_id)
+    return check
 
 
 def served(forward: Forward, *sources: DraftSource, features: Features | None = None, drafts: int = 3) -> Served:
@@ -555,9 +546,13 @@ def test_drafts_are_right_in_service_and_change_no_answer(kind: str, targets: Ta
     plain = served(forward, drafts=0)
     assert {len(tokens) for tokens in plain.tokens.values()} == {12}
     drafter, forward.taps, features = attach_mtp(loaded, target.head, ATTENTION)
-    answers = served(forward, Checked(drafter, target), features=features)
+    checked = CheckedDrafts(drafter, check_over(target))
+    answers = served(forward, checked, features=features)
+    assert checked.wrong == []
+    assert checked.drafts > 30
     assert answers.tokens == plain.tokens
     assert answers.drafted >= 40
+    assert drafter.store is not None
     assert forward.buffers() == drafter.store.arrays() == [], "lanes left behind"
     for size in (1e4, np.nan):
         change = garbage(np.random.default_rng(0), size)

@@ -1,6 +1,10 @@
-"""Weights of a drafter that others published, put into its network: all of them, and in the target's type."""
+"""Weights as a folder's safetensors hold them, and how they are made to fit a network that drafts.
 
-from collections.abc import Callable
+Knows no architecture: how weights are called, and what they mean, is the business of those who read them.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -9,22 +13,39 @@ from mlx_lm.utils import infer_quant_config
 
 from backends.mlx.drafts.eagle import parameters_of
 from backends.mlx.drafts.files import DrafterError
-from backends.mlx.drafts.mtp_weights import Naming, Weights
+
+Weights = dict[str, mx.array]
 
 
-def fill(network: nn.Module, weights: Weights, naming: Naming, model: nn.Module, dtype: mx.Dtype) -> None:
-    """Evaluated; in the type that the target computes in, quantized if both are. `weights` have the network's names.
+def weight_files(folder: Path) -> Iterator[Path]:
+    """In the order of their names."""
+    yield from sorted(folder.glob("*.safetensors"))
+
+
+def opened(file: Path) -> Weights:
+    """The arrays of a file, of which only the header is read. Raises DrafterError."""
+    try:
+        found = mx.load(str(file), format="safetensors")
+    except (RuntimeError, ValueError) as error:
+        raise DrafterError(f"{file} is damaged or incomplete: {error}") from None
+    assert isinstance(found, dict)
+    return found
+
+
+def fill(network: nn.Module, weights: Weights, stored: Callable[[str], str], model: nn.Module, dtype: mx.Dtype) -> None:
+    """Give a network its weights, evaluated: in the type that the model computes in, quantized if both are. `stored` as
+    for `refuse_misfits`.
 
     Raises DrafterError, and whatever MLX does, for weights that are not whole or do not fit the network.
     """
-    weights = _quantized(network, weights, kept=any(hasattr(part, "bits") for part in model.modules()))
-    _refuse_misfits(network, weights, naming)
+    weights = quantized_alike(network, weights, kept=any(hasattr(part, "bits") for part in model.modules()))
+    refuse_misfits(network, weights, stored)
     network.load_weights(list(_cast(model, weights, dtype).items()))
     network.eval()
     mx.eval(parameters_of(network))
 
 
-def _quantized(network: nn.Module, weights: Weights, *, kept: bool) -> Weights:
+def quantized_alike(network: nn.Module, weights: Weights, *, kept: bool) -> Weights:
     """Make the network's layers such as the weights are; or, if quantized ones are not to be kept, the weights such as
     the layers are, in float32. How each was quantized shows in its shape, and in the type of its scales.
     """
@@ -44,17 +65,19 @@ def _quantized(network: nn.Module, weights: Weights, *, kept: bool) -> Weights:
     return plain
 
 
-def _refuse_misfits(network: nn.Module, weights: Weights, naming: Naming) -> None:
-    """Unless there are all weights of the network, of its shapes, and no others."""
+def refuse_misfits(network: nn.Module, weights: Weights, stored: Callable[[str], str]) -> None:
+    """Raise DrafterError unless there are all weights of the network, of its shapes, and no others. `stored` tells how
+    the folder calls one of the network's.
+    """
     wanted = {name: tuple(array.shape) for name, array in parameters_of(network).items()}
     found = {name: tuple(array.shape) for name, array in weights.items()}
     for name in sorted(wanted.keys() | found.keys()):
         if name not in found:
-            raise DrafterError(f"{naming.stored(name)} is missing")
+            raise DrafterError(f"{stored(name)} is missing")
         if name not in wanted:
-            raise DrafterError(f"{naming.stored(name)} belongs to no part of them")
+            raise DrafterError(f"{stored(name)} belongs to no part of them")
         if wanted[name] != found[name]:
-            raise DrafterError(f"{naming.stored(name)} has the shape {found[name]} instead of {wanted[name]}")
+            raise DrafterError(f"{stored(name)} has the shape {found[name]} instead of {wanted[name]}")
 
 
 def _cast(model: nn.Module, weights: Weights, dtype: mx.Dtype) -> Weights:
