@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from backends.mlx.distill.asking import Opening
     from backends.mlx.distill.collect import Prompt, Text
     from backends.mlx.distill.train import Trained
+    from backends.mlx.drafts.files import Arrays, DrafterHeader
 
 _TEMPERATURES = (0.0, 0.5, 0.0, 1.0)
 """How the answers are drawn, prompt by prompt."""
@@ -67,6 +68,9 @@ def distill(
     answer: Annotated[int, typer.Option(min=4, help="Tokens of an answer at most.")] = 112,
     lanes: Annotated[int, typer.Option(min=1, help="Prompts answered at once.")] = 96,
     drafted: Annotated[int, typer.Option(min=16, help="Tokens that can be drafted, the most frequent ones.")] = 8192,
+    start: Annotated[
+        Path | None, typer.Option(help="The file of a drafter that training goes on from; else it begins by chance.")
+    ] = None,
     epochs: Annotated[int, typer.Option(min=1, help="How often each text is trained on.")] = 3,
     steps: Annotated[int, typer.Option(min=1, max=8, help="How deep drafts are trained to be.")] = 3,
     rate: Annotated[float, typer.Option(min=1e-6, help="The highest learning rate.")] = 1e-3,
@@ -94,6 +98,7 @@ def distill(
         answer=answer,
         lanes=lanes,
         drafted=drafted,
+        start=start,
         epochs=epochs,
         steps=steps,
         rate=rate,
@@ -124,6 +129,7 @@ class _Told(msgspec.Struct, frozen=True, kw_only=True):
     answer: int
     lanes: int
     drafted: int
+    start: Path | None
     epochs: int
     steps: int
     rate: float
@@ -145,6 +151,8 @@ def _run(told: _Told, dtype: DtypePolicy, console: Console) -> None:
         raise PromptFileError(f"{told.prompts}: there are no prompts")
     with closing(display_on(console)) as display:
         subject = load_subject(told.model, told.home, dtype, display, describe_device().kind)
+    own = subject.header((), "")
+    started, start = (None, None) if told.start is None else load_start(told.start, own)
     plan = DistillPlan(
         shape=subject.shape,
         seed=told.seed,
@@ -153,12 +161,12 @@ def _run(told: _Told, dtype: DtypePolicy, console: Console) -> None:
         answer=told.answer,
         lanes=told.lanes,
         drafted=min(told.drafted, subject.parts.vocabulary),
+        start="" if started is None else started.checksum,
         schedule=Schedule(epochs=told.epochs, steps=told.steps, rate=told.rate),
     )
     name = subject.loaded.name.replace("/", "--")
     tokenizer = FolderTokenizer(subject.loaded.folder)
     opening = opening_of(tokenizer)
-    own = subject.header((), "")
     run = Distillation(
         told.folder or told.home / "distill" / name,
         plan,
@@ -172,8 +180,10 @@ def _run(told: _Told, dtype: DtypePolicy, console: Console) -> None:
     prompts = list(encoded(tokenizer, asked, told.seed))
     refuse_too_long(prompts, told.answer, subject.loaded.context_length)
     run.collect(subject.backend, prompts, shown.collected(len(asked)))
-    made = run.train(subject.parts, shown.trained)
+    made = run.train(subject.parts, shown.trained, start=start)
     trained = f"{made.positions} tokens of {len(asked)} answers, {told.epochs} epochs, seed {told.seed}"
+    if started is not None:
+        trained += f"; before that {started.trained}"
     file = told.out or told.home / "drafters" / f"{name}.safetensors"
     made.save(file, subject.header(made.acceptance, trained))
     shares = ", ".join(f"{share:.3f}" for share in made.acceptance)
@@ -183,6 +193,20 @@ def _run(told: _Told, dtype: DtypePolicy, console: Console) -> None:
         soft_wrap=True,
     )
     console.print(f"the drafter is in {file}", highlight=False, soft_wrap=True)
+
+
+def load_start(file: Path, own: "DrafterHeader") -> "tuple[DrafterHeader, Arrays]":
+    """A drafter of the same target, with the measures that a new one would have. Raises DrafterError."""
+    from backends.mlx.drafts.files import DrafterError, load_drafter
+
+    header, arrays = load_drafter(file)
+    if (header.target, header.tokenizer) != (own.target, own.tokenizer):
+        raise DrafterError(
+            f"the drafter {file} was made for {header.target_name} as it was, and not for {own.target_name}"
+        )
+    if (header.kind, header.shape) != (own.kind, own.shape):
+        raise DrafterError(f"the drafter {file} has other measures than a new one for {own.target_name}")
+    return header, arrays
 
 
 def refuse_too_long(prompts: "Sequence[Prompt]", answer: int, context: int) -> None:

@@ -20,7 +20,7 @@ from backends.mlx.distill.collect import Prompt, Text, collect
 from backends.mlx.distill.corpus import frequent, read_shard, write_shard
 from backends.mlx.distill.train import Frozen, Schedule, Trained, Trainer
 from backends.mlx.drafts.eagle import Eagle, EagleShape, parameters_of
-from backends.mlx.drafts.files import DrafterHeader, save_drafter
+from backends.mlx.drafts.files import Arrays, DrafterHeader, save_drafter
 from backends.mlx.drafts.target import Borrowed
 
 
@@ -42,6 +42,8 @@ class DistillPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Prompts that are answered at once."""
     drafted: int = 8192
     """Tokens that can be drafted: the most frequent ones of the answers."""
+    start: str = ""
+    """The checksum of a drafter that training goes on from; empty for none."""
     held_out: int = 160
     """Texts that are not trained on; drawn greedily."""
     schedule: Schedule = Schedule()
@@ -125,8 +127,12 @@ class Distillation:
                 told(shard, text)
             write_shard(self._shard(shard), texts)
 
-    def train(self, target: Borrowed, told: Callable[[Trained], None], *, every: int = 100) -> Made:
-        """Train on the texts, with a checkpoint `every` so many updates, and see what came of it."""
+    def train(
+        self, target: Borrowed, told: Callable[[Trained], None], *, start: Arrays | None = None, every: int = 100
+    ) -> Made:
+        """Train on the texts, with a checkpoint `every` so many updates, and see what came of it. `start` are the
+        parameters of the plan's.
+        """
         texts = [text for shard in range(self.shards) for text in read_shard(self._shard(shard))]
         held, texts = self._held_out(texts)
         ids = frequent(texts, self._plan.drafted, target.vocabulary)
@@ -134,6 +140,9 @@ class Distillation:
         frozen = Frozen(target.embedding(everything).astype(mx.float32), target.head_rows(ids).astype(mx.float32))
         scale = float(np.mean(np.concatenate([text.scales for text in texts])))
         network = first_network(self._plan.shape, self._plan.seed, scale)
+        if start is not None:
+            parameters = {name: start[name] for name in parameters_of(network)}
+            network.load_weights([(name, mx.array(value).astype(mx.float32)) for name, value in parameters.items()])
         trainer = Trainer(network, frozen, texts, self._plan.schedule, self._plan.seed)
         checkpoint = self._folder / "checkpoint.safetensors"
         if checkpoint.exists():

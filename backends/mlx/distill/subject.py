@@ -4,6 +4,7 @@ from pathlib import Path
 
 import msgspec
 
+from backends.mlx import heap
 from backends.mlx.backend import MLXBackend
 from backends.mlx.build import build_backend, try_taps
 from backends.mlx.drafts.attach import identity_of
@@ -43,6 +44,7 @@ class Subject(msgspec.Struct, frozen=True):
 
 def load_subject(reference: str, home: Path, dtype: DtypePolicy, progress: Progress, device: str) -> Subject:
     """As `build.load_backend` loads a model, without bounds. Raises LoadError, BorrowError and TapError."""
+    heap.keep_freed()
     loaded = load_folder(*locate(reference, home, progress), dtype, progress)
     progress("check", 0, None)
     head = install_head(loaded.model)

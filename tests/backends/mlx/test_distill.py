@@ -23,7 +23,7 @@ from backends.mlx.distill.train import (
     joined,
     unrolled,
 )
-from backends.mlx.drafts.attach import attach
+from backends.mlx.drafts.attach import attach_file
 from backends.mlx.drafts.eagle import Eagle, EagleShape, parameters_of
 from backends.mlx.seam import HeadRows
 from scheduler.draft import DraftAsk
@@ -307,6 +307,18 @@ def test_a_run_that_was_stopped_comes_to_the_same(subject: Subject, whole: tuple
         assert mx.array_equal(value, expected[name])
 
 
+def test_training_goes_on_from_a_drafter(subject: Subject, whole: tuple[Made, Told], tmp_path: Path) -> None:
+    """Its first losses are lower than those of one that begins by chance."""
+    made, told = whole
+    start = {name: np.array(value) for name, value in parameters_of(made.network).items()}
+    distillation = Distillation(tmp_path, plan_of(subject, start="made before"), "target")
+    distillation.collect(subject.backend, prompts(40), lambda shard, text: said((shard, text)))
+    again = Told()
+    distillation.train(subject.parts, again, start=start)
+    pairs = list(zip(again.updates, told.updates, strict=True))
+    assert all(update.losses[0] < before.losses[0] for update, before in pairs[:8])
+
+
 def test_collecting_goes_on_behind_the_last_whole_shard(subject: Subject, tmp_path: Path) -> None:
     heard: list[int] = []
 
@@ -339,7 +351,7 @@ def test_the_report_is_what_serving_finds(subject: Subject, whole: tuple[Made, T
     made, _ = whole
     file = tmp_path / "drafter.safetensors"
     made.save(file, subject.header(made.acceptance, "here"))
-    drafter, _, features = attach(file, subject.loaded, HeadRows(), exponential.attention)
+    drafter, _, features = attach_file(file, subject.loaded, HeadRows(), exponential.attention)
     backend = subject.backend
     tried, right = np.zeros(3), np.zeros(3)
     backend.features = features
