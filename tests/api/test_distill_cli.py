@@ -9,7 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from api.cli import app
-from api.distill_cli import PromptFileError, digest_of, encoded, load_start, opening_of, read_prompts, refuse_too_long
+from api.distill_cli import load_start
+from api.distill_prompts import PromptFileError, digest_of, encoded, opening_of, read_prompts, refuse_too_long
 from api.text import ByteTokenizer, TemplateError
 from api.training_prompts import Asked, training_prompts
 from backends.mlx.distill.asking import Opening

@@ -23,16 +23,17 @@ from backends.mlx.drafts.files import DrafterError
 from backends.mlx.features import Features
 from backends.mlx.load import Loaded, LoadError, load_folder
 from backends.mlx.seam import HeadRows, install_head
-from backends.mlx.verify import Forward, TappedRows
+from backends.mlx.verify import Forward
 from engine.config import EngineConfig
 from scheduler.draft import Draft, DraftAsk, DraftSource
 from scheduler.request import Request, Sampling
 from tests.backends.mlx.architectures import ARCHITECTURES, VOCABULARY, tiny_model
 from tests.backends.mlx.dflash_reference import EPS, Floats, PlainDFlash, published, random_dflash
+from tests.backends.mlx.handfed import HandFed
 from tests.backends.mlx.mtp_reference import parameters
 from tests.backends.mlx.serving import INFO, CheckedDrafts, Served, prompt_of, serve_with, submissions
 from tests.backends.mlx.tiny_models import write_json
-from tests.backends.mlx.windows import GREEDY, window_of
+from tests.backends.mlx.windows import GREEDY
 
 pytestmark = pytest.mark.usefixtures("calm")
 
@@ -115,53 +116,20 @@ def write_folder(folder: Path, weights: Mapping[str, mx.array], config: Mapping[
 # ---- guesses ---------------------------------------------------------------------------------------------------------
 
 
-class Lane(msgspec.Struct):
-    """A text, with made-up states of the target at all positions but the newest."""
+def reader_of(folder: Path, target: Target, plain: PlainDFlash) -> HandFed:
+    drafter, _, features = attach(folder, target.loaded, HeadRows(), target.forward, ATTENTION)
 
-    slot: int
-    tokens: tuple[int, ...]
-    sampling: Sampling
-    hidden: Floats
+    def check(draft: Draft, ask: DraftAsk, hidden: Floats) -> None:
+        plain.check(draft, ask, hidden[-MOST_CONTEXT:])
 
-    @property
-    def ask(self) -> DraftAsk:
-        budget = (3, BLOCK, 1, 2 * BLOCK)[self.slot % 4]
-        return DraftAsk(str(self.slot), self.tokens, len(self.tokens) - 1, budget, sampling=self.sampling)
+    budgets = (3, BLOCK, 1, 2 * BLOCK)
+    return HandFed(drafter, features, check, width=DIMS * len(TAPS), vocabulary=VOCABULARY, budgets=budgets)
 
 
-class Reader:
-    """A drafter that is told states by hand."""
-
-    def __init__(self, folder: Path, target: Target, plain: PlainDFlash) -> None:
-        drafter, _, self.features = attach(folder, target.loaded, HeadRows(), target.forward, ATTENTION)
-        assert isinstance(drafter, BlockDrafter)
-        self.drafter = drafter
-        self._plain = plain
-
-    def join(self, slot: int, length: int, sampling: Sampling) -> Lane:
-        lane = Lane(slot, (), sampling, np.zeros((0, DIMS * len(TAPS))))
-        self.go_on(lane, prompt_of(slot, length, VOCABULARY))
-        return lane
-
-    def go_on(self, lane: Lane, tokens: Sequence[int]) -> None:
-        """The lane is some tokens longer."""
-        lane.tokens = (*lane.tokens, *tokens)
-        start, end = len(lane.hidden), len(lane.tokens) - 1
-        rng = np.random.default_rng([lane.slot, start])
-        fresh = rng.normal(0, 2, (end - start, lane.hidden.shape[1])).astype(np.float32)
-        lane.hidden = np.concatenate([lane.hidden, fresh.astype(np.float64)])
-        self.tell(lane.slot, start, fresh)
-
-    def tell(self, slot: int, start: int, rows: np.ndarray) -> None:
-        self.features.begin([window_of(slot, start, len(rows))], TappedRows(mx.array(rows), {0: 0}))
-        self.features.keep({})
-
-    def propose(self, *lanes: Lane) -> list[Draft]:
-        """What is guessed for these lanes, which is checked."""
-        drafts = self.drafter.propose([lane.ask for lane in lanes])
-        for lane, draft in zip(lanes, drafts, strict=True):
-            self._plain.check(draft, lane.ask, lane.hidden[-MOST_CONTEXT:])
-        return drafts
+def held(reader: HandFed) -> list[mx.array]:
+    """What its lanes take."""
+    assert isinstance(reader.drafter, BlockDrafter)
+    return reader.drafter.store.arrays()
 
 
 SAMPLINGS = (
@@ -179,13 +147,13 @@ def test_ragged_lanes_draft_what_each_drafts_alone_and_what_the_definition_says(
 ) -> None:
     plain = target.drafter(kind)
     folder = write_folder(tmp_path, published(plain), KINDS[kind])
-    together = Reader(folder, target, plain)
+    together = reader_of(folder, target, plain)
     lanes = [together.join(slot, length, SAMPLINGS[slot]) for slot, length in enumerate(LENGTHS)]
     drafts = together.propose(*lanes)
     assert [len(draft.tokens) for draft in drafts] == [3, BLOCK - 1, 1, BLOCK - 1]
     assert len({token for draft in drafts for token in draft.tokens}) >= 6, "varied enough to prove something"
     for slot, length in enumerate(LENGTHS):
-        alone = Reader(folder, target, plain)
+        alone = reader_of(folder, target, plain)
         assert alone.propose(alone.join(slot, length, SAMPLINGS[slot])) == [drafts[slot]]
 
 
@@ -198,7 +166,7 @@ def test_after_rejections_it_drafts_as_if_it_had_seen_the_kept_text_only(
     """
     plain = target.drafter(kind)
     folder = write_folder(tmp_path, published(plain), KINDS[kind])
-    reader = Reader(folder, target, plain)
+    reader = reader_of(folder, target, plain)
     lanes = [reader.join(slot, length, SAMPLINGS[slot]) for slot, length in enumerate(LENGTHS)]
     for turn, accepted in enumerate(((0, 1, 3, 2), (3, 0, 1, 0), (1, 5, 0, 5), (0, 5, 1, 5), (2, 5, 1, 5))):
         asked = [lane for lane in lanes if (lane.slot + turn) % 4]
@@ -208,44 +176,44 @@ def test_after_rejections_it_drafts_as_if_it_had_seen_the_kept_text_only(
             reader.go_on(lane, (*kept, *prompt_of(turn, 1 + 5 * (lane.slot % 2), VOCABULARY)))
     drafts = reader.propose(*lanes)
     for lane, draft in zip(lanes, drafts, strict=True):
-        fresh = Reader(folder, target, plain)
-        fresh.tell(lane.slot, 0, lane.hidden.astype(np.float32))
+        fresh = reader_of(folder, target, plain)
+        fresh.told_at_once(lane)
         assert fresh.propose(lane) == [draft]
 
 
 @each_kind
 def test_a_long_text_that_nobody_drafted_for_begins_late(kind: str, target: Target, tmp_path: Path) -> None:
     plain = target.drafter(kind)
-    reader = Reader(write_folder(tmp_path, published(plain), KINDS[kind]), target, plain)
+    reader = reader_of(write_folder(tmp_path, published(plain), KINDS[kind]), target, plain)
     lanes = [reader.join(slot, MOST_CONTEXT + length, GREEDY) for slot, length in enumerate((0, 1, 2, 70))]
     reader.propose(*lanes)
     for lane in lanes:
         reader.go_on(lane, (1,))
-    drafts = reader.drafter.propose([lane.ask for lane in lanes])
+    drafts = reader.drafter.propose([reader.ask(lane) for lane in lanes])
     assert all(draft.tokens for draft in drafts)
 
 
 def test_what_is_not_known_is_not_drafted_for(target: Target, tmp_path: Path) -> None:
     plain = target.drafter("both ways")
-    reader = Reader(write_folder(tmp_path, published(plain), FULL), target, plain)
+    reader = reader_of(write_folder(tmp_path, published(plain), FULL), target, plain)
     lane = reader.join(0, 8, GREEDY)
     unseen = DraftAsk("1", lane.tokens, 8, 3)
-    ahead = msgspec.structs.replace(lane.ask, tokens=(*lane.tokens, 1))
-    assert reader.drafter.propose([unseen, ahead, msgspec.structs.replace(lane.ask, budget=0)]) == [Draft()] * 3
+    ahead = msgspec.structs.replace(reader.ask(lane), tokens=(*lane.tokens, 1))
+    assert reader.drafter.propose([unseen, ahead, msgspec.structs.replace(reader.ask(lane), budget=0)]) == [Draft()] * 3
     reader.propose(lane)
-    assert reader.drafter.propose([lane.ask]) == [Draft()], "nothing came since"
+    assert reader.drafter.propose([reader.ask(lane)]) == [Draft()], "nothing came since"
 
 
 def test_lanes_that_left_give_their_seats_back_and_a_failure_all(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = target.drafter("both ways")
-    reader = Reader(write_folder(tmp_path, published(plain), FULL), target, plain)
+    reader = reader_of(write_folder(tmp_path, published(plain), FULL), target, plain)
     lanes = [reader.join(slot, 10, GREEDY) for slot in range(3)]
     for lane in lanes[1:]:
         reader.propose(lane)
         reader.drafter.forget(str(lane.slot))
-    assert reader.drafter.store.arrays() == []
+    assert held(reader) == []
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("out of memory")
@@ -253,10 +221,10 @@ def test_lanes_that_left_give_their_seats_back_and_a_failure_all(
     with monkeypatch.context() as patched:
         patched.setattr("backends.mlx.drafts.block.draw", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
-            reader.drafter.propose([lanes[0].ask])
-    assert reader.drafter.store.arrays() == []
+            reader.drafter.propose([reader.ask(lanes[0])])
+    assert held(reader) == []
     reader.go_on(lanes[0], (1, 2))
-    assert reader.drafter.propose([lanes[0].ask])[0].tokens
+    assert reader.drafter.propose([reader.ask(lanes[0])])[0].tokens
 
 
 # ---- folders ---------------------------------------------------------------------------------------------------------

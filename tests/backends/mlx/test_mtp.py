@@ -26,11 +26,12 @@ from backends.mlx.features import Features
 from backends.mlx.load import Loaded, load_folder
 from backends.mlx.runtime import DtypePolicy
 from backends.mlx.seam import HeadRows, install_head
-from backends.mlx.verify import Forward, TappedRows
+from backends.mlx.verify import Forward
 from engine.config import EngineConfig
 from scheduler.draft import Draft, DraftAsk, DraftSource
 from scheduler.request import Request, Sampling
 from tests.backends.mlx.architectures import ARCHITECTURES, VOCABULARY, tiny_model
+from tests.backends.mlx.handfed import HandFed
 from tests.backends.mlx.mtp_reference import (
     Floats,
     PlainMTP,
@@ -47,7 +48,7 @@ from tests.backends.mlx.mtp_reference import (
 )
 from tests.backends.mlx.serving import INFO, CheckedDrafts, Served, prompt_of, serve_with, submissions
 from tests.backends.mlx.tiny_models import write_folder, write_json
-from tests.backends.mlx.windows import GREEDY, window_of
+from tests.backends.mlx.windows import GREEDY
 
 pytestmark = pytest.mark.usefixtures("calm")
 
@@ -172,48 +173,10 @@ Targets = Callable[[str], Target]
 # ---- drafts ----------------------------------------------------------------------------------------------------------
 
 
-class Lane(msgspec.Struct):
-    """A text whose every position but the newest has a hidden state, which is made up here."""
-
-    slot: int
-    tokens: tuple[int, ...]
-    sampling: Sampling
-    hidden: Floats
-
-    @property
-    def ask(self) -> DraftAsk:
-        return DraftAsk(str(self.slot), self.tokens, len(self.tokens), 3 + self.slot % 3, sampling=self.sampling)
-
-
-class Reader:
-    """A drafter that is told hidden states by hand."""
-
-    def __init__(self, network: MTPNetwork, mtp: PlainMTP) -> None:
-        self.features = Features(None)
-        self.drafter = ReadingDrafter(network, self.features, ATTENTION)
-        self._mtp = mtp
-
-    def join(self, slot: int, length: int, sampling: Sampling) -> Lane:
-        lane = Lane(slot, (), sampling, np.zeros((0, DIMS)))
-        self.go_on(lane, prompt_of(slot, length, VOCABULARY))
-        return lane
-
-    def go_on(self, lane: Lane, tokens: Sequence[int]) -> None:
-        """The lane is some tokens longer."""
-        lane.tokens = (*lane.tokens, *tokens)
-        start, end = len(lane.hidden), len(lane.tokens) - 1
-        rng = np.random.default_rng([lane.slot, start])
-        fresh = rng.normal(0, 2, (end - start, DIMS)).astype(np.float32)
-        lane.hidden = np.concatenate([lane.hidden, fresh.astype(np.float64)])
-        self.features.begin([window_of(lane.slot, start, end - start)], TappedRows(mx.array(fresh), {0: 0}))
-        self.features.keep({})
-
-    def propose(self, *lanes: Lane) -> list[Draft]:
-        """What is drafted for these lanes, which is checked."""
-        drafts = self.drafter.propose([lane.ask for lane in lanes])
-        for lane, draft in zip(lanes, drafts, strict=True):
-            self._mtp.check(draft, lane.ask, lane.hidden)
-        return drafts
+def reader_of(network: MTPNetwork, mtp: PlainMTP) -> HandFed:
+    features = Features(None)
+    drafter = ReadingDrafter(network, features, ATTENTION)
+    return HandFed(drafter, features, mtp.check, width=DIMS, vocabulary=VOCABULARY, budgets=(3, 4, 5))
 
 
 SAMPLINGS = (GREEDY, Sampling(1.0, 5), Sampling(0.8, 6, top_p=0.8), Sampling(1.0, 7, repetition_penalty=1.3))
@@ -224,12 +187,12 @@ LENGTHS = (2, 37, 9, 20)
 def test_ragged_lanes_draft_what_each_drafts_alone_and_what_the_definition_says(kind: str, targets: Targets) -> None:
     target = targets(kind)
     network = target.network()
-    together = Reader(network, target.mtp)
+    together = reader_of(network, target.mtp)
     lanes = [together.join(slot, length, SAMPLINGS[slot]) for slot, length in enumerate(LENGTHS)]
     drafts = together.propose(*lanes)
     assert len({token for draft in drafts for token in draft.tokens}) >= 6, "varied enough to prove something"
     for slot, length in enumerate(LENGTHS):
-        alone = Reader(network, target.mtp)
+        alone = reader_of(network, target.mtp)
         assert alone.propose(alone.join(slot, length, SAMPLINGS[slot])) == [drafts[slot]]
 
 
@@ -238,7 +201,7 @@ def test_after_rejections_it_drafts_as_if_it_had_seen_the_kept_text_only(kind: s
     """Lanes keep none, some or all of their drafts, then tokens that were not drafted; some sit a round out."""
     target = targets(kind)
     network = target.network()
-    reader = Reader(network, target.mtp)
+    reader = reader_of(network, target.mtp)
     lanes = [reader.join(slot, length, SAMPLINGS[slot]) for slot, length in enumerate(LENGTHS)]
     for turn, accepted in enumerate(((0, 1, 3, 2), (3, 0, 1, 0), (1, 2, 0, 3))):
         asked = [lane for lane in lanes if (lane.slot + turn) % 4]
@@ -248,19 +211,18 @@ def test_after_rejections_it_drafts_as_if_it_had_seen_the_kept_text_only(kind: s
             reader.go_on(lane, (*kept, *prompt_of(turn, 1 + lane.slot % 2, VOCABULARY)))
     drafts = reader.propose(*lanes)
     for lane, draft in zip(lanes, drafts, strict=True):
-        fresh = Reader(network, target.mtp)
-        rows = mx.array(lane.hidden.astype(np.float32))
-        fresh.features.begin([window_of(lane.slot, 0, rows.shape[0])], TappedRows(rows, {0: 0}))
-        fresh.features.keep({})
+        fresh = reader_of(network, target.mtp)
+        fresh.told_at_once(lane)
         assert fresh.propose(lane) == [draft]
 
 
 def test_a_lane_that_left_gives_its_seat_back(targets: Targets) -> None:
     target = targets("qwen3_5")
-    reader = Reader(target.network(), target.mtp)
+    reader = reader_of(target.network(), target.mtp)
     for lane in [reader.join(slot, 10, GREEDY) for slot in range(3)]:
         reader.propose(lane)
         reader.drafter.forget(str(lane.slot))
+    assert isinstance(reader.drafter, ReadingDrafter)
     assert reader.drafter.store.arrays() == []
 
 
@@ -363,7 +325,7 @@ def test_a_converted_checkpoint_drafts_as_its_weights_say(
     assert find_mtp(loaded)
     network = mtp_network(loaded, borrow(loaded.model))
     assert any(isinstance(part, nn.QuantizedLinear) for part in network.module.modules()) == quantized
-    reader = Reader(network, mtp)
+    reader = reader_of(network, mtp)
     reader.propose(*(reader.join(slot, length, SAMPLINGS[slot]) for slot, length in enumerate(LENGTHS)))
 
 
