@@ -40,9 +40,40 @@ def test_one_hiccup_counts_as_three_times_what_was_expected() -> None:
     assert asked(*[0.01] * 5, 10.0).seconds(1, 1) == pytest.approx(0.012)
 
 
-@given(st.integers(1, 8), st.integers(1, 8))
-def test_a_deeper_asking_costs_as_many_steps(seen: int, wanted: int) -> None:
+@given(st.integers(2, 8), st.integers(1, 8))
+def test_a_deeper_asking_is_thought_to_cost_as_many_steps_as_long_as_no_other_was_seen(seen: int, wanted: int) -> None:
     assert asked(0.02 * seen, depth=seen).seconds(1, wanted) == pytest.approx(0.02 * wanted)
+
+
+def test_before_a_further_step_was_timed_it_is_thought_to_cost_half_of_the_first() -> None:
+    """Once, all were thought to cost as much as the first: where that is dear, none was ever drafted behind it."""
+    assert asked(0.02).seconds(1, 3) == pytest.approx(0.04)
+
+
+@given(st.lists(st.integers(1, 6), min_size=40, max_size=80), TIMES, st.floats(0.0, 1.0))
+def test_askings_of_several_depths_tell_the_first_step_from_further_ones(
+    depths: list[int], first: float, further: float
+) -> None:
+    source = CostlySource()
+    for depth in [1, 2, *depths]:
+        source.observe(1, depth, first + further * (depth - 1))
+    for wanted in range(1, 8):
+        assert source.seconds(1, wanted) == pytest.approx(first + further * (wanted - 1))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_it_follows_at_any_depth(depth: int) -> None:
+    source = asked(*[0.01] * 10)
+    for _ in range(200):
+        source.observe(1, depth, 0.3)
+    assert source.seconds(1, depth) == pytest.approx(0.3, rel=0.02)
+
+
+def test_a_price_is_never_below_nothing() -> None:
+    source = asked(0.001)
+    for seconds in [*[1.0] * 9, *[0.0] * 300]:
+        source.observe(1, 6, seconds)
+    assert all(0 <= source.seconds(1, depth) < 0.01 for depth in range(1, 9))
 
 
 def test_other_numbers_of_lanes_cost_what_the_nearest_does() -> None:
