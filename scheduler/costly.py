@@ -10,6 +10,10 @@ _OUTLIER = 3.0
 """An asking so many times as long as expected counts as that: it had a newcomer's prompt to read."""
 _SOONEST, _LATEST = 16, 256
 """Rounds until a source that did not pay is tried again; twice as many each time, up to the latest."""
+_CURIOUS = 8
+"""Of so many askings that pay one goes a step deeper: what lies behind the first few guesses at some depth, were they
+wrong, would else never be known.
+"""
 PROBE = 1
 """How deep it is asked to see whether it would pay."""
 
@@ -65,6 +69,8 @@ class CostlySource:
         self._rounds = _SOONEST
         """Since it was last asked."""
         self._patience = _SOONEST
+        self._paying = 0
+        """Askings that paid."""
 
     def seconds(self, lanes: int, depth: int) -> float:
         """The time that asking it so deep would take; 0 if it was never asked. As with the nearest number of lanes."""
@@ -77,10 +83,12 @@ class CostlySource:
         """Asking it took so long."""
         self._prices.setdefault(lanes, _Price()).observe(depth, seconds)
 
-    def paid(self) -> None:
-        """It is asked because that pays: should it cease to, it is tried again soon."""
+    def paid(self) -> int:
+        """It is asked because that pays: should it cease to, it is tried again soon. How many steps to go deeper."""
         self._rounds = 0
         self._patience = _SOONEST
+        self._paying += 1
+        return int(self._paying % _CURIOUS == 0)
 
     def passed(self) -> None:
         """A round in which it was not asked."""

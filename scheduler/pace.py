@@ -131,13 +131,12 @@ class Pace:
         return self._most_per_second(self._steps(lanes, later), plain, len(lanes), len(lanes) * len(ROWS)) > 0
 
     def depth(self, source: str, lanes: Sequence[LaneOffers], asking: Set[str]) -> int:
-        """The depth that makes the most tokens a second, its own time included; now and then a probe."""
+        """The depth that makes the most tokens a second, its own time included; now and then one more, or a probe."""
         costly = self._costly.setdefault(source, CostlySource())
         deepest = max((lane.budget for lane in lanes if lane.request_id in asking), default=0)
         pays = self._paying_depth(source, costly, lanes, asking, deepest)
         if pays:
-            costly.paid()
-            return pays
+            return min(pays + costly.paid(), deepest)
         if not deepest or not costly.due:
             costly.passed()
             return 0

@@ -83,6 +83,11 @@ def test_other_numbers_of_lanes_cost_what_the_nearest_does() -> None:
     assert [source.seconds(lanes, 1) for lanes in (1, 3, 4, 9)] == [0.01, 0.01, 0.05, 0.05]
 
 
+def test_of_eight_askings_that_pay_one_goes_deeper() -> None:
+    source = CostlySource()
+    assert [source.paid() for _ in range(17)] == [*[0] * 7, 1, *[0] * 7, 1, 0]
+
+
 def test_what_did_not_pay_is_tried_again_later_and_later_until_it_pays() -> None:
     source = CostlySource()
     waits = []

@@ -228,3 +228,24 @@ def test_a_lane_that_differs_from_the_others_is_judged_by_itself() -> None:
     chosen = pace.choose(lanes, NO_PREFILL, 100)
     assert set(chosen) == {"3"}
     assert len(chosen["3"].draft.tokens) >= 4
+
+
+def asked_for(pace: Pace, rounds: int, right: int) -> list[int]:
+    """How deep a costly source is asked, of whose guesses so many are right."""
+    depths = []
+    lane = LaneOffers("a", 300, (), 6)
+    for _ in range(rounds):
+        depth = pace.depth("costly", [lane], {"a"})
+        depths.append(depth)
+        if depth:
+            pace.asked("costly", 1, depth, 0.004 + 0.002 * (depth - 1))
+            offer = Offer("costly", Draft((1,) * depth, tuple(range(depth))))
+            pace.observe(LaneOffers("a", 300, (offer,), 6), [int(place < right) for place in range(6)])
+    return depths
+
+
+def test_what_was_wrong_at_some_depth_for_a_while_is_found_to_be_right_there() -> None:
+    """Once, nobody looked there again."""
+    pace = World(linear, [0.0]).pace
+    assert sorted(set(asked_for(pace, 100, right=1)[20:])) == [1, 2]
+    assert min(asked_for(pace, 400, right=6)[-20:]) >= 4
