@@ -24,10 +24,10 @@ serve: .venv/installed
 
 # In JOBS processes, each with files of its own: much of a test's time is one processor's.
 test: .venv/installed-dev
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 test-fast: .venv/installed-dev
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder -m "not slow and not real_model and not models" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not slow and not real_model and not models" $(ARGS)
 
 # Every text architecture of mlx-lm, tiny, and Gemma 3 270M (250 MB, under the Gemma terms) where it can be fetched.
 test-models: .venv/installed-dev

@@ -21,15 +21,11 @@ settings.load_profile("paceline")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where tests run in several processes, a file stays in one of them, and all that compute with the real model stay
-    together: two such servers at once take each other's processors away. They take longest, and so they come first.
+    together: two such servers at once take each other's processors away. They come last, when the others are done.
     """
     for item in items:
-        item.add_marker(pytest.mark.xdist_group("real model" if _is_real(item) else str(item.path)))
-    items.sort(key=lambda item: not _is_real(item))
-
-
-def _is_real(item: pytest.Item) -> bool:
-    return item.get_closest_marker("real_model") is not None
+        real = item.get_closest_marker("real_model") is not None
+        item.add_marker(pytest.mark.xdist_group("real model" if real else str(item.path)))
 
 
 def paceline_home() -> Path:
