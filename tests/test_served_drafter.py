@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.real_model, pytest.mark.slow]
 def drafter(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Hardly trained: it drafts a lot of nonsense."""
     folder = tmp_path_factory.mktemp("distilled")
-    words = [PROGRAM, "distill", smollm2, "--count", "8", "--answer", "8", "--epochs", "1", "--lanes", "8"]
-    words += ["--drafted", "512", "--folder", folder / "run", "--out", folder / "drafter.safetensors"]
+    words = [PROGRAM, "distill", smollm2, "--count", "8", "--answer", "8", "--epochs", "1", "--self-asked", "0"]
+    words += ["--lanes", "8", "--drafted", "512", "--folder", folder / "run", "--out", folder / "drafter.safetensors"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=10 * PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     assert "held out: acceptance by position" in done.stdout
