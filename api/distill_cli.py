@@ -23,7 +23,6 @@ from backends.mlx.runtime import BlasChoice, DtypePolicy, describe_device, load_
 if TYPE_CHECKING:
     from backends.mlx.distill.collect import Text
     from backends.mlx.distill.train import Trained
-    from backends.mlx.drafts.files import Arrays, DrafterHeader
 
 _SHOWN_S = 10.0
 
@@ -126,8 +125,7 @@ def _run(told: _Told, dtype: DtypePolicy, console: Console) -> None:
         raise PromptFileError(f"{told.prompts}: there are no prompts")
     with closing(display_on(console)) as display:
         subject = load_subject(told.model, told.home, dtype, display, describe_device().kind)
-    own = subject.header((), "")
-    started, start = (None, None) if told.start is None else load_start(told.start, own)
+    started, start = (None, None) if told.start is None else subject.started(told.start)
     plan = DistillPlan(
         shape=subject.shape,
         seed=told.seed,
@@ -141,14 +139,15 @@ def _run(told: _Told, dtype: DtypePolicy, console: Console) -> None:
     )
     name = subject.loaded.name.replace("/", "--")
     tokenizer = FolderTokenizer(subject.loaded.folder)
-    opening = opening_of(tokenizer)
+    opening = opening_of(tokenizer) if made_up else None
+    own = subject.header((), "")
     run = Distillation(
         told.folder or told.home / "distill" / name,
         plan,
         f"{own.target} {own.tokenizer} {digest_of([*encoded(tokenizer, asked, told.seed)], opening)}",
     )
     shown = Shown(console)
-    if made_up:
+    if opening is not None:
         questions = run.questions(subject.backend, opening, shown.asked(made_up))
         asked += [Asked(tokenizer.decode(question).strip()) for question in questions]
         Random(told.seed).shuffle(asked)  # noqa: S311 (nothing is kept secret by it)
@@ -168,20 +167,6 @@ def _run(told: _Told, dtype: DtypePolicy, console: Console) -> None:
         soft_wrap=True,
     )
     console.print(f"the drafter is in {file}", highlight=False, soft_wrap=True)
-
-
-def load_start(file: Path, own: "DrafterHeader") -> "tuple[DrafterHeader, Arrays]":
-    """A drafter of the same target, with the measures that a new one would have. Raises DrafterError."""
-    from backends.mlx.drafts.files import DrafterError, load_drafter
-
-    header, arrays = load_drafter(file)
-    if (header.target, header.tokenizer) != (own.target, own.tokenizer):
-        raise DrafterError(
-            f"the drafter {file} was made for {header.target_name} as it was, and not for {own.target_name}"
-        )
-    if (header.kind, header.shape) != (own.kind, own.shape):
-        raise DrafterError(f"the drafter {file} has other measures than a new one for {own.target_name}")
-    return header, arrays
 
 
 class Shown:

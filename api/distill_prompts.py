@@ -61,8 +61,8 @@ def opening_of(tokenizer: "Tokenizer") -> "Opening":
     return Opening(tuple(tokenizer.encode(before.rstrip(" "), special=False)), frozenset(ends))
 
 
-def digest_of(prompts: "Sequence[Prompt]", opening: "Opening") -> str:
-    """Tells these prompts, and those that are made up behind this opening, from all others."""
+def digest_of(prompts: "Sequence[Prompt]", opening: "Opening | None") -> str:
+    """Tells these prompts, and those that are made up behind this opening, if any are, from all others."""
     return blake2b(msgspec.json.encode((prompts, opening)), digest_size=16).hexdigest()
 
 

@@ -55,9 +55,12 @@ class _Price:
         """One of the first askings, if it is the shortest."""
         if depth == 1:
             self._first = min(self._first, seconds)
-            return
-        each = max(seconds - self._first, 0.0) / (depth - 1)
-        self._further = each if self._further is None else min(self._further, each)
+        elif self._seen[0]:
+            each = max(seconds - self._first, 0.0) / (depth - 1)
+            self._further = each if self._further is None else min(self._further, each)
+        elif seconds < (expected := self.seconds(depth)):
+            self._first *= seconds / expected
+            self._further = self._first
 
 
 class CostlySource:

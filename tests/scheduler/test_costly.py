@@ -20,9 +20,9 @@ def test_nothing_is_thought_before_it_was_asked() -> None:
     assert CostlySource().seconds(1, 4) == 0.0
 
 
-@given(st.permutations([0.3, 0.006, 0.007]))
-def test_a_first_asking_that_had_a_text_to_read_does_not_price_it_out(times: list[float]) -> None:
-    assert asked(*times).seconds(1, 1) == pytest.approx(0.006)
+@given(st.permutations([0.3, 0.006, 0.007]), st.integers(1, 6))
+def test_a_first_asking_that_had_a_text_to_read_does_not_price_it_out(times: list[float], depth: int) -> None:
+    assert asked(*times, depth=depth).seconds(1, depth) == pytest.approx(0.006)
 
 
 @given(st.lists(TIMES, min_size=1, max_size=40))

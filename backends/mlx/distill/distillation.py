@@ -20,7 +20,7 @@ from backends.mlx.distill.collect import Prompt, Text, collect
 from backends.mlx.distill.corpus import frequent, read_shard, write_shard
 from backends.mlx.distill.train import Frozen, Schedule, Trained, Trainer
 from backends.mlx.drafts.eagle import Eagle, EagleShape, parameters_of
-from backends.mlx.drafts.files import Arrays, DrafterHeader, save_drafter
+from backends.mlx.drafts.files import DrafterHeader, save_drafter
 from backends.mlx.drafts.target import Borrowed
 
 
@@ -128,10 +128,10 @@ class Distillation:
             write_shard(self._shard(shard), texts)
 
     def train(
-        self, target: Borrowed, told: Callable[[Trained], None], *, start: Arrays | None = None, every: int = 100
+        self, target: Borrowed, told: Callable[[Trained], None], *, start: Eagle | None = None, every: int = 100
     ) -> Made:
-        """Train on the texts, with a checkpoint `every` so many updates, and see what came of it. `start` are the
-        parameters of the plan's.
+        """Train on the texts, with a checkpoint `every` so many updates, and see what came of it. `start` is what the
+        plan names, in float32.
         """
         texts = [text for shard in range(self.shards) for text in read_shard(self._shard(shard))]
         held, texts = self._held_out(texts)
@@ -141,8 +141,7 @@ class Distillation:
         scale = float(np.mean(np.concatenate([text.scales for text in texts])))
         network = first_network(self._plan.shape, self._plan.seed, scale)
         if start is not None:
-            parameters = {name: start[name] for name in parameters_of(network)}
-            network.load_weights([(name, mx.array(value).astype(mx.float32)) for name, value in parameters.items()])
+            network.load_weights(list(parameters_of(start).items()))
         trainer = Trainer(network, frozen, texts, self._plan.schedule, self._plan.seed)
         checkpoint = self._folder / "checkpoint.safetensors"
         if checkpoint.exists():

@@ -2,14 +2,15 @@
 
 from pathlib import Path
 
+import mlx.core as mx
 import msgspec
 
 from backends.mlx import heap
 from backends.mlx.backend import MLXBackend
 from backends.mlx.build import build_backend, try_taps
-from backends.mlx.drafts.attach import identity_of
-from backends.mlx.drafts.eagle import EagleShape
-from backends.mlx.drafts.files import DrafterHeader
+from backends.mlx.drafts.attach import identity_of, read_eagle
+from backends.mlx.drafts.eagle import Eagle, EagleShape
+from backends.mlx.drafts.files import DrafterError, DrafterHeader
 from backends.mlx.drafts.target import Borrowed, borrow
 from backends.mlx.load import Loaded, load_folder, locate
 from backends.mlx.pull import Progress
@@ -40,6 +41,16 @@ class Subject(msgspec.Struct, frozen=True):
             acceptance=acceptance,
             trained=trained,
         )
+
+    def started(self, file: Path) -> tuple[DrafterHeader, Eagle]:
+        """A drafter of this target that training can go on from, in float32.
+
+        Raises DrafterError for a file that `serve` would refuse, and for one with other measures than a new one.
+        """
+        header, network, _ = read_eagle(file, self.loaded, self.parts, mx.float32)
+        if header.shape != self.shape:
+            raise DrafterError(f"the drafter {file} has other measures than a new one for {self.loaded.name}")
+        return header, network
 
 
 def load_subject(reference: str, home: Path, dtype: DtypePolicy, progress: Progress, device: str) -> Subject:

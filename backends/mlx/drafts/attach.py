@@ -57,19 +57,30 @@ def attach_file(file: Path, loaded: Loaded, head: HeadRows, attention: Attention
     Raises DrafterError for a file that is damaged, or that was made for other weights, another tokenizer or layers that
     the target has not.
     """
-    header, arrays = load_drafter(file)
-    _refuse_others(file, header, loaded)
     try:
         target = borrow(loaded.model)
-        ids = _ids(file, arrays, target)
-        network = Eagle(header.shape)
-        _fill(file, network, header, arrays, target)
+        header, network, ids = read_eagle(file, loaded, target, target.embedding(mx.array([0])).dtype)
         taps = Taps(loaded.model, head, header.shape.taps)
     except (BorrowError, TapError) as error:
         raise DrafterError(f"the drafter {file} does not fit {loaded.name}: {error}") from None
     features = Features(MOST_UNREAD)
     reading = EagleNetwork(network, header.shape, target, ids)
     return ReadingDrafter(reading, features, attention), taps, features
+
+
+def read_eagle(
+    file: Path, loaded: Loaded, target: Borrowed, dtype: mx.Dtype
+) -> tuple[DrafterHeader, Eagle, npt.NDArray[np.uint32]]:
+    """What a file of our own holds: its header, the network, evaluated, and the tokens that it drafts.
+
+    Raises DrafterError as `attach_file` does.
+    """
+    header, arrays = load_drafter(file)
+    _refuse_others(file, header, loaded)
+    ids = _ids(file, arrays, target)
+    network = Eagle(header.shape)
+    _fill(file, network, header, arrays, target, dtype)
+    return header, network, ids
 
 
 def attach_mtp(loaded: Loaded, head: HeadRows, attention: Attention) -> Attached:
@@ -104,13 +115,14 @@ def _ids(file: Path, arrays: Parameters, target: Borrowed) -> npt.NDArray[np.uin
     return ids.astype(np.uint32)
 
 
-def _fill(file: Path, network: Eagle, header: DrafterHeader, arrays: Parameters, target: Borrowed) -> None:
-    """Give the network its parameters, in the type that the target's embeddings have."""
+def _fill(
+    file: Path, network: Eagle, header: DrafterHeader, arrays: Parameters, target: Borrowed, dtype: mx.Dtype
+) -> None:
+    """Give the network its parameters."""
     wanted = {name: tuple(value.shape) for name, value in parameters_of(network).items()}
     found = {name: value.shape for name, value in arrays.items()}
     if header.shape.dims != target.dims or wanted != found:
         odd = sorted(wanted.items() ^ found.items())[:1]
         raise DrafterError(f"the drafter {file} has other measures than it says, or than its target: {odd}")
-    dtype = target.embedding(mx.array([0])).dtype
     network.load_weights([(name, mx.array(value).astype(dtype)) for name, value in arrays.items()])
     mx.eval(parameters_of(network))

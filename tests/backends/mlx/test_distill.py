@@ -25,6 +25,7 @@ from backends.mlx.distill.train import (
 )
 from backends.mlx.drafts.attach import attach_file
 from backends.mlx.drafts.eagle import Eagle, EagleShape, parameters_of
+from backends.mlx.drafts.files import DrafterError, save_drafter
 from backends.mlx.seam import HeadRows
 from scheduler.draft import DraftAsk
 from scheduler.request import Sampling
@@ -310,13 +311,33 @@ def test_a_run_that_was_stopped_comes_to_the_same(subject: Subject, whole: tuple
 def test_training_goes_on_from_a_drafter(subject: Subject, whole: tuple[Made, Told], tmp_path: Path) -> None:
     """Its first losses are lower than those of one that begins by chance."""
     made, told = whole
-    start = {name: np.array(value) for name, value in parameters_of(made.network).items()}
-    distillation = Distillation(tmp_path, plan_of(subject, start="made before"), "target")
+    saved = tmp_path / "made.safetensors"
+    made.save(saved, subject.header((), ""))
+    header, start = subject.started(saved)
+    distillation = Distillation(tmp_path / "again", plan_of(subject, start=header.checksum), "target")
     distillation.collect(subject.backend, prompts(40), lambda shard, text: said((shard, text)))
     again = Told()
     distillation.train(subject.parts, again, start=start)
     pairs = list(zip(again.updates, told.updates, strict=True))
     assert all(update.losses[0] < before.losses[0] for update, before in pairs[:8])
+
+
+def test_training_goes_on_from_nothing_else(subject: Subject, whole: tuple[Made, Told], tmp_path: Path) -> None:
+    header, other = subject.header((), ""), tmp_path / "other.safetensors"
+    for changes, says in (
+        ({"shape": msgspec.structs.replace(subject.shape, window=99)}, "other measures than a new one"),
+        ({"target": "others"}, "was made for the weights of"),
+        ({"tokenizer": "others"}, "another tokenizer"),
+    ):
+        whole[0].save(other, msgspec.structs.replace(header, **changes))
+        with pytest.raises(DrafterError, match=f"{other} .*{says}"):
+            subject.started(other)
+    lacking = {
+        name: np.array(value) for name, value in parameters_of(whole[0].network).items() if name != "norm.weight"
+    }
+    save_drafter(other, header, {**lacking, "ids": whole[0].ids})
+    with pytest.raises(DrafterError, match=r"norm\.weight"):
+        subject.started(other)
 
 
 def test_collecting_goes_on_behind_the_last_whole_shard(subject: Subject, tmp_path: Path) -> None:
