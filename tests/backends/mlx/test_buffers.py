@@ -2,7 +2,6 @@
 that joins or outgrows its class is the only one that is copied (contract rule 19).
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import mlx.core as mx
@@ -18,6 +17,7 @@ from backends.mlx.caches.buffers import LayerBuffers, LayerShape, ScatterWrite, 
 from backends.mlx.caches.sight import EVERYTHING, Sight
 from backends.mlx.layout import packed_layout
 from scheduler.round import Window
+from tests.backends.mlx.allocating import allocated
 from tests.backends.mlx.random_models import random_model
 from tests.backends.mlx.serving import INFO, Paths, both_paths
 from tests.backends.mlx.windows import window_of
@@ -127,17 +127,6 @@ for _machine in (TestBuffers, TestRings, TestWideRings):
 WIDE = LayerShape(kv_heads=2, key_dim=16, value_dim=16, dtype=mx.float32)
 LANE_BYTES = 2 * 2 * 16 * 4 * 1024
 """Keys and values of one lane of 1,024 positions in one layer of `WIDE`."""
-
-
-def allocated(action: Callable[[], object]) -> int:
-    """The most bytes that were held during an action beyond what was held before; evaluated work only."""
-    mx.synchronize()
-    mx.clear_cache()
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    action()
-    mx.synchronize()
-    return max(0, mx.get_peak_memory() - before)
 
 
 def wide_buffers(rows: int = 8) -> LayerBuffers:

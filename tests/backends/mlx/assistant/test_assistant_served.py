@@ -14,12 +14,12 @@ from engine.config import EngineConfig
 from scheduler.draft import Draft, DraftAsk, DraftSource
 from scheduler.request import Request, Sampling
 from tests.backends.mlx.architectures import VOCABULARY
-from tests.backends.mlx.assistant_reference import (
+from tests.backends.mlx.assistant.reference import (
     GROUPED,
     PlainAssistant,
     random_assistant,
 )
-from tests.backends.mlx.assistant_targets import (
+from tests.backends.mlx.assistant.targets import (
     CONFIGS,
     SAMPLINGS,
     TARGETS,
@@ -32,17 +32,6 @@ from tests.backends.mlx.serving import INFO, CheckedDrafts, Served, prompt_of, s
 pytestmark = pytest.mark.usefixtures("calm")
 
 each_config = pytest.mark.parametrize("config", CONFIGS)
-
-
-@pytest.fixture(scope="module")
-def targets(tmp_path_factory: pytest.TempPathFactory) -> Targets:
-    return Targets(tmp_path_factory.mktemp("targets"))
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("assistants")
-    return {name: write_assistant(root / name, config) for name, config in CONFIGS.items()}
 
 
 def check_against(plain: PlainAssistant) -> Callable[[DraftAsk, Draft], None]:

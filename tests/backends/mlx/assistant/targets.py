@@ -20,7 +20,7 @@ from backends.mlx.verify import Forward
 from scheduler.draft import Draft, DraftAsk
 from scheduler.request import Sampling
 from tests.backends.mlx.architectures import ARCHITECTURES, tiny_model
-from tests.backends.mlx.assistant_reference import (
+from tests.backends.mlx.assistant.reference import (
     DENSE,
     GROUPED,
     Config,

@@ -18,7 +18,7 @@ from backends.mlx.seam import install_head
 from engine.config import EngineConfig
 from scheduler.request import Request
 from tests.backends.mlx.architectures import VOCABULARY
-from tests.backends.mlx.assistant_reference import (
+from tests.backends.mlx.assistant.reference import (
     DENSE,
     FULL,
     GROUPED,
@@ -28,9 +28,8 @@ from tests.backends.mlx.assistant_reference import (
     PlainAssistant,
     random_assistant,
 )
-from tests.backends.mlx.assistant_targets import (
+from tests.backends.mlx.assistant.targets import (
     ATTENTION,
-    CONFIGS,
     SAMPLINGS,
     Table,
     Targets,
@@ -44,17 +43,6 @@ from tests.backends.mlx.tiny_models import parameters, vocabulary, write_folder,
 from tests.backends.mlx.windows import GREEDY
 
 pytestmark = pytest.mark.usefixtures("calm")
-
-
-@pytest.fixture(scope="module")
-def targets(tmp_path_factory: pytest.TempPathFactory) -> Targets:
-    return Targets(tmp_path_factory.mktemp("targets"))
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("assistants")
-    return {name: write_assistant(root / name, config) for name, config in CONFIGS.items()}
 
 
 def test_a_folder_may_call_its_head_by_either_name_and_be_in_several_files(targets: Targets, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 became of its last drafts and whoever drafts beside it.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,19 @@ from backends.mlx.drafts.assistant import Assistant
 from scheduler.draft import Draft, DraftAsk
 from scheduler.request import Sampling
 from tests.backends.draws import samplings
+from tests.backends.mlx.allocating import allocated
 from tests.backends.mlx.architectures import SLIDING_WINDOW, VOCABULARY
-from tests.backends.mlx.assistant_reference import (
+from tests.backends.mlx.assistant.reference import (
     DENSE,
     GROUPED,
 )
-from tests.backends.mlx.assistant_targets import (
+from tests.backends.mlx.assistant.targets import (
     CONFIGS,
     SAMPLINGS,
     TARGETS,
     Lane,
     Table,
     Targets,
-    write_assistant,
 )
 from tests.backends.mlx.serving import prompt_of
 from tests.backends.mlx.windows import GREEDY, chunk, decode
@@ -40,17 +39,6 @@ pytestmark = pytest.mark.usefixtures("calm")
 each_config = pytest.mark.parametrize("config", CONFIGS)
 LENGTHS = (2, 70, 9, 40)
 WARM = SAMPLINGS[1]
-
-
-@pytest.fixture(scope="module")
-def targets(tmp_path_factory: pytest.TempPathFactory) -> Targets:
-    return Targets(tmp_path_factory.mktemp("targets"))
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("assistants")
-    return {name: write_assistant(root / name, config) for name, config in CONFIGS.items()}
 
 
 # ---- together and alone ----------------------------------------------------------------------------------------------
@@ -267,17 +255,6 @@ def test_behind_a_call_that_failed_the_next_one_is_right(
 
 
 # ---- what is borrowed ------------------------------------------------------------------------------------------------
-
-
-def allocated(action: Callable[[], object]) -> int:
-    """The most bytes that were held during an action beyond what was held before."""
-    mx.synchronize()
-    mx.clear_cache()
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    action()
-    mx.synchronize()
-    return max(0, mx.get_peak_memory() - before)
 
 
 def test_no_view_of_the_targets_buffers_outlives_a_call(targets: Targets, folders: dict[str, Path]) -> None:
